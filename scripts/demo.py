@@ -1,10 +1,10 @@
 """The demo: SmolLM2-135M answers a question about 6,000 tokens of text, its KV cache streamed.
 
-The text is the Python manual. Each pass verifies many tokens that the retrieval level has drafted.
-In a terminal, colours show which tokens were accepted. `--chat` talks to the model, and `--serve`
-serves it.
+The text is the Python manual. The model answers twice: by plain decoding, one pass for each token,
+and with drafts, where a pass verifies many. Both have the same memory and the same link.
 
-python scripts/demo.py [--weights] [any option of `triforce generate`]
+python scripts/demo.py [--weights]
+python scripts/demo.py any option of `triforce generate`: one answer with these options
 python scripts/demo.py --chat|--serve [any option of `triforce chat` or `serve`]
 """
 
@@ -13,12 +13,29 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from bench.material import manual, model_file
 
-QUESTION = "What is the text above about? Summarize it in three sentences."
-# About 6,000 tokens, including the question and the chat template around the text.
+if TYPE_CHECKING:
+    from triforce_core import Completion, Engine
+
+QUESTION = "How do I define a class in Python? Show an example."
+# About 6,000 tokens.
 MANUAL_CHARACTERS = 24_500
+NEW_TOKENS = 93
+CONTEXT_TOKENS = 6_160
+# Slow enough that a pass takes as long as several steps of drafting, as with a large model on a
+# desktop. Weights are more bytes.
+LINK, LINK_FOR_WEIGHTS = "0.6GB/s", "4GB/s"
+NEXT = """
+Try next:
+  bash scripts/demo.sh --chat                             talk to this model
+  .venv/bin/triforce list                                 models on this machine
+  .venv/bin/triforce plan llama3.1-8b --gpu rtx4090 --context 131072"""
 
 
 def main() -> int:
@@ -31,52 +48,117 @@ def main() -> int:
     args, options = parser.parse_known_args()
     if args.chat or args.serve:
         return triforce(["chat" if args.chat else "serve", str(model_file()), *options])
-    text = prompt()
+    device = device_options(stream_weights=args.weights)
+    if not options:
+        return compare(device)
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
-        file.write(text)
+        file.write(prompt())
         file.flush()
-        say(f"{MANUAL_CHARACTERS} characters of the Python manual, then: {QUESTION}\n")
-        return triforce(
-            [
-                *("generate", str(model_file()), "--prompt-file", file.name, "--chat"),
-                *device_options(stream_weights=args.weights),
-                *(["--color-levels"] if sys.stdout.isatty() else []),
-                # Every run gives the same text: draft lengths depend on measured times, but with
-                # `coupled` the text does not depend on draft lengths.
-                *("--max-new-tokens", "160", "--seed", "2", "--accept", "coupled", *options),
-            ]
-        )
+        flags = [word for name, value in device.items() for word in (flag(name), str(value))]
+        asked = ["generate", str(model_file()), "--prompt-file", file.name, "--chat", *flags]
+        return triforce([*asked, "--temperature", "0", *options])
+
+
+def compare(device: dict[str, Any]) -> int:
+    """Answer by plain decoding and with drafts. Return 0 if the texts are the same, else 1."""
+    say(f"{MANUAL_CHARACTERS:,} characters of the Python manual, then: {QUESTION}\n")
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder) / "context"
+        with engine_of(device, method="autoregressive") as engine:
+            plain = answer(engine, "\nPlain decoding, one pass for each token:\n", sys.stderr)
+            engine.save_context(kept)
+        with engine_of(device) as engine:
+            # What was computed for the prompt is the same for both.
+            engine.load_context(kept)
+            ours = answer(engine, "\nWith drafts, which the same model verifies:\n", sys.stdout)
+    same = plain.text == ours.text
+    rate, plain_rate = (1 / each.stats["seconds_per_token"] for each in (ours, plain))
+    times, tokens = rate / plain_rate, ours.stats["tokens_per_pass"]
+    say(f"\nplain decoding  {plain_rate:6.1f} tokens/s   1 token a pass")
+    faster = f"{tokens:.1f} tokens a pass, {times:.1f} times as fast"
+    say(f"triforce        {rate:6.1f} tokens/s   {faster}")
+    say(f"identical text: {'yes' if same else 'NO'}\n{NEXT}")
+    return 0 if same else 1
+
+
+@contextmanager
+def engine_of(device: dict[str, Any], **method: Any) -> Iterator[Engine]:
+    """Open an engine on the demo's device. Progress goes to standard error."""
+    from triforce_core import Engine
+    from triforce_core.cli.terminal.progress import ProgressBars
+
+    bars = ProgressBars(show=True)
+    with (
+        bars,
+        Engine.from_pretrained(
+            model_file(), **device, **method, max_context=CONTEXT_TOKENS, progress=bars.update
+        ) as engine,
+    ):
+        bars.stop()
+        yield engine
+
+
+def answer(engine: Engine, title: str, output: Any) -> Completion:
+    """Write the model's answer as it is generated. In a terminal, colours show which level
+    proposed each piece.
+    """
+    from triforce_core import SamplingParams
+    from triforce_core.cli.terminal.progress import ProgressBars
+    from triforce_core.cli.terminal.report import colored, takes_colors
+
+    colors = takes_colors(output)
+    tokens = engine.chat_tokens(prompt())
+    stream = engine.stream(tokens, SamplingParams(NEW_TOKENS, temperature=0))
+    bars = ProgressBars(show=True, opening=False)
+    bars.prompt(len(tokens) - len(engine.context_tokens))
+    before, engine.progress = engine.progress, bars.update
+    try:
+        with bars:
+            for i, piece in enumerate(stream.pieces()):
+                if i == 0:
+                    bars.stop()
+                    say(title)
+                print(colored(piece) if colors else piece.text, end="", file=output, flush=True)
+    finally:
+        engine.progress = before
+    print(file=output, flush=True)
+    return stream.result
 
 
 def prompt() -> str:
     return f"Here is a part of the Python manual:\n\n{manual(MANUAL_CHARACTERS)}\n\n{QUESTION}"
 
 
-def device_options(*, stream_weights: bool) -> list[str]:
-    """Return options for a device too small for the KV cache, or also for the weights."""
+def device_options(*, stream_weights: bool) -> dict[str, Any]:
+    """Return settings of a device too small for the KV cache, or also for the weights."""
     import torch
 
     from triforce_kernels.host.library import library
 
     if torch.cuda.is_available():
-        return ["--device-memory", "320MiB" if stream_weights else "450MiB"]
+        return {"device_memory": "320MiB" if stream_weights else "450MiB"}
+    link = LINK_FOR_WEIGHTS if stream_weights else LINK
     say(
         "This machine has no CUDA GPU: the device is a part of host memory with a budget, and the\n"
-        "link to it is EMULATED, a copy thread paced to 2 GB/s.\n"
+        f"link to it is EMULATED, a copy thread paced to {link}.\n"
     )
     # With compiled kernels the weights stay in 4 bits, and without them they are float32, as they
     # are to stream.
-    memory = "400MiB" if stream_weights else "300MiB" if library() else "700MiB"
-    return [
-        *("--device", "cpu", "--link-bandwidth", "2GB/s", "--device-memory", memory),
-        *(["--weights", "dense"] if stream_weights else []),
-        # A larger cache would leave no room for all of the weights.
-        *("--budget", "512" if stream_weights else "1024"),
-    ]
+    memory = "400MiB" if stream_weights else "250MiB" if library() else "700MiB"
+    device = {"device": "cpu", "link_bandwidth": link, "device_memory": memory}
+    if stream_weights:
+        device["weights"] = "dense"
+    # A larger cache would leave no room for all of the weights.
+    return device | {"budget": 512}
+
+
+def flag(name: str) -> str:
+    """Return the option of the command line for a setting."""
+    return "--" + name.replace("_", "-")
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ DEVICE = (
     *("--budget", "1024"),
 )
 COLUMNS = 104
-_PROGRESS = re.compile(r"^(loading|reading the prompt): \d+ of \d+ layers\n", re.MULTILINE)
+_PROGRESS = re.compile(r"^(loading|prefill)[^:\n]*: \d+ of \d+ layers.*\n", re.MULTILINE)
 # Remote fonts, which a picture embedded in a page cannot load.
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
@@ -43,7 +43,7 @@ def main() -> int:
     command = [
         *("triforce", "generate", model.name, "--prompt-file", "manual.txt", "--chat"),
         *DEVICE,
-        *("--color-levels", "--max-new-tokens", "120", "--seed", "2", *options),
+        *("--color-levels", "--max-new-tokens", "93", "--temperature", "0", *options),
     ]
     with tempfile.TemporaryDirectory() as folder:
         # Put both files in one folder, so that the command shows no path of this machine.

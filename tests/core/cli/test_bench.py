@@ -139,9 +139,23 @@ def test_a_table_is_the_default(capsys, tiny_shape) -> None:
     code, out, _ = run(capsys, tiny_shape, "--tests", "link,retrieval", "--budget", "64")
     assert code == 0
     lines = out.splitlines()
-    assert lines[2].startswith("| test | what |")
-    assert [line.split(" | ")[0] for line in lines[4:7]] == ["| link", "| link", "| retrieval"]
     assert "EMULATED link" in lines[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
+    assert cells[0] == ["test", "what", "rate", "median, s", "spread"]
+    # A cell that wraps goes on in a row without a test.
+    assert [row[0] for row in cells[2:] if row[0]] == [
+        *("link", "link", "retrieval"),
+        *("test", "-" * len("retrieval"), "retrieval"),
+    ]
+
+
+def test_the_rate_of_decoding_and_the_time_to_the_first_token_stand_first(
+    capsys, tiny_shape
+) -> None:
+    code, out, _ = run(capsys, tiny_shape, "--tests", "link,prefill,decode")
+    assert code == 0
+    first = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")]
+    assert [test for test in first if test][2:4] == ["decode", "prefill"]
 
 
 def test_what_was_found_is_shown_when_a_later_test_fails(capsys, monkeypatch, tiny_shape) -> None:

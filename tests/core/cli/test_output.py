@@ -211,7 +211,7 @@ def test_what_a_table_cannot_be_printed_to_is_said(tmp_path) -> None:
             [*command, "--gpu", "h100", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 5
-    assert done.stderr.startswith("triforce: what was to be printed could not be: No space left")
+    assert done.stderr.startswith("triforce: cannot write to standard output: No space left")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -14,6 +14,7 @@ from triforce_core.bench.bench import Bench
 from triforce_core.bench.rows import Row
 from triforce_core.bench.settings import TESTS, BenchSettings
 from triforce_core.cli.options import given
+from triforce_core.cli.terminal.console import Printer
 from triforce_core.cli.terminal.output import say
 from triforce_core.cli.terminal.signals import raising
 from triforce_core.model.known.shapes import for_timing, read_shape
@@ -21,6 +22,9 @@ from triforce_core.requests.stats import bits_per_number
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MachineSettings
 from triforce_offload.machine.hardware import provenance
 from triforce_offload.units import format_bytes
+
+# What a reader looks for first: tokens per second, and the time to the first token.
+_FIRST = ("decode", "prefill")
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -54,7 +58,7 @@ def show(about: dict[str, Any], rows: Sequence[Row], output: str) -> None:
     if output == "json":
         print(json.dumps(about | {"rows": [row.as_dict() for row in rows]}, indent=2), flush=True)
     else:
-        print(as_markdown(about, rows), flush=True)
+        print_rows(about, rows)
 
 
 def describe(running: Bench) -> dict[str, Any]:
@@ -92,31 +96,41 @@ def describe(running: Bench) -> dict[str, Any]:
     }
 
 
-def as_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
-    link, placement = about["link"], about["placement"]
+def print_rows(about: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Print tables in Markdown, of figures and of floors, the rate of decoding first.
+
+    A ratio is the median divided by the floor.
+    """
+    printer, link, placement = Printer(), about["link"], about["placement"]
     kind = "EMULATED link" if link["emulated"] else "PCIe"
     speed = link["bandwidth_gb_per_s"]
     resident = placement["layers"] - placement["streamed_weight_layers"]
-    lines = [
-        f"{about['shape']}, random {about['dtype']} weights, {about['context']} tokens of context, "
+    printer.print(
+        f"{kind}{f' {speed:.2f} GB/s' if speed else ''}; {about['shape']}, random {about['dtype']} "
+        f"weights, {about['context']} tokens of context, "
         f"{about['hardware']['gpu'] or about['hardware']['processor']}, torch "
-        f"{about['versions']['torch']}; {kind}{f' {speed:.2f} GB/s' if speed else ''}; "
+        f"{about['versions']['torch']}; "
         f"{resident} of {placement['layers']} layers and {placement['resident_kv_blocks']} of "
         f"{placement['kv_blocks']} KV blocks resident, "
-        f"{format_bytes(about['memory']['streaming_bytes'])} of slots",
-        "",
-        "| test | what | runs | median, s | spread | rate | floor, s | ratio to floor |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        spread = (max(row.seconds) - min(row.seconds)) / row.median
-        floor = f"{row.floor_seconds:.6f}" if row.floor_seconds else ""
-        ratio = f"{row.median / row.floor_seconds:.3f}" if row.floor_seconds else ""
-        lines.append(
-            f"| {row.test} | {row.what} | {len(row.seconds)} | {row.median:.6f} | {spread:.0%} "
-            f"| {row.amount / row.median:.4g} {row.unit} | {floor} | {ratio} |"
-        )
-    floors = {row.test: row.floor for row in rows if row.floor}
-    if floors:
-        lines += ["", "Floors: " + "; ".join(f"{t}: {what}" for t, what in floors.items()) + "."]
-    return "\n".join(lines)
+        f"{format_bytes(about['memory']['streaming_bytes'])} of slots\n"
+    )
+    # A stable sort: other tests stay in the order in which they ran.
+    rows = sorted(rows, key=lambda row: _FIRST.index(row.test) if row.test in _FIRST else 2)
+    printer.markdown(
+        ("test", "what", "rate", "median, s", "spread"), [_figures(row) for row in rows]
+    )
+    if floors := [_floor(row) for row in rows if row.floor_seconds]:
+        printer.print()
+        printer.markdown(("test", "what", "floor, s", "ratio", "bound by"), floors)
+
+
+def _figures(row: Row) -> tuple[str, ...]:
+    spread = (max(row.seconds) - min(row.seconds)) / row.median
+    rate = f"{row.amount / row.median:.4g} {row.unit}"
+    runs = f"{len(row.seconds)} run{'s' if len(row.seconds) > 1 else ''}"
+    return row.test, row.what, rate, f"{row.median:.6f}", f"{spread:.0%} of {runs}"
+
+
+def _floor(row: Row) -> tuple[str, ...]:
+    least = row.floor_seconds or 0.0
+    return row.test, row.what, f"{least:.6f}", f"{row.median / least:.3f}", row.floor

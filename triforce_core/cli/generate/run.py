@@ -97,6 +97,8 @@ class Run:
     def _text(self, engine: Engine, task: Task, params: SamplingParams) -> int:
         """Write the text of a prompt as it is generated. Return the exit code."""
         args, bars, stop = self._args, self._bars, self._stop
+        if not args.load_context:
+            bars.prompt(len(task.token_ids))
         stream = engine.stream(task.token_ids, _with_room(params, task, engine))
         output = TextOutput()
         stop.end = stream.interrupt

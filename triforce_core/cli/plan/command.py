@@ -91,7 +91,7 @@ def _case(args: argparse.Namespace) -> Case:
     shape = read_model(args.model)
     config = shape.config
     if args.weights == STORED and shape.pieces is None:
-        raise UsageError(f"weights are kept as stored if they are quantised; {args.model} is not")
+        raise UsageError(f"--weights stored is for quantised models; {args.model} is not quantised")
     dtype = DTYPES[element_type(args.dtype, shape.dtype, gpu=True)]
     planned = Plan.read(args.plan) if args.plan else None
     if planned:

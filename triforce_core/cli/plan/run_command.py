@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import shlex
 
+from rich.cells import cell_len
+
 from triforce_core.model.known.hub_ids import hub_id_of
 from triforce_core.model.known.mixes import FP8
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.settings import AUTO, MethodSettings
+
+_INDENT = "    "
 
 
 def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
@@ -34,6 +38,29 @@ def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
     for flag, value in flags.items():
         words += [flag, str(value)]
     return shlex.join(words)
+
+
+def on_lines(label: str, command: str, width: int) -> list[str]:
+    """Return a label and a command in lines of at most `width` cells. Longer words stay whole.
+
+    A line that continues ends with a backslash, as shells read it. An option and its value stay on
+    one line.
+    """
+    parts: list[str] = []
+    for word in map(shlex.quote, shlex.split(command)):
+        is_value = bool(parts) and parts[-1].startswith("--") and " " not in parts[-1]
+        if is_value and not word.startswith("--"):
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    lines = [label + parts[0]]
+    for part in parts[1:]:
+        if cell_len(f"{lines[-1]} {part} \\") <= width:
+            lines[-1] += f" {part}"
+        else:
+            lines[-1] += " \\"
+            lines.append(f"{_INDENT}{part}")
+    return lines
 
 
 def _method_flags(method: MethodSettings, budget: int) -> dict[str, object]:

@@ -6,16 +6,21 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.table import Table
-
+from triforce_core.cli.terminal.console import Printer
 from triforce_core.cli.terminal.output import logs_json, say
 from triforce_core.requests.stats import LEAST_EXAMINED
 from triforce_core.requests.stream import Piece
 from triforce_offload.units import format_bytes
 
-_COLORS = {"accepted": "32", "corrected": "31", "bonus": "36"}
+_COLORS = {"accepted": "32", "corrected": "33", "bonus": "36"}
 _RESET = "\x1b[0m"
+# How a text ended, by its finish_reason.
+_ENDS = {
+    "stop": "the text ended",
+    "length": "stopped at the limit of tokens",
+    "interrupted": "interrupted",
+    "error": "stopped by an error",
+}
 
 
 def takes_colors(stream: TextIO | None) -> bool:
@@ -43,7 +48,7 @@ LEVEL_LEGEND = " ".join(
 
 
 def print_run(stats: dict[str, Any]) -> None:
-    """Print a table of what was resident, what streamed, the times and the use of the link.
+    """Print a table: the speed, then what was resident, what streamed and the use of the link.
 
     With JSON logging, write all statistics instead.
     """
@@ -51,62 +56,70 @@ def print_run(stats: dict[str, Any]) -> None:
         say("the run has ended", stats=stats)
         return
     memory, seconds = stats["memory"], stats["seconds"]
-    table = Table(show_header=False, title_justify="left")
-    add = table.add_row
-    add("model", f"{Path(stats['model']).name} ({stats['dtype']}, {stats['device']})")
-    add("weights", _weights(stats["placement"]))
-    add("KV cache", _kv_cache(stats["placement"]))
-    add(
-        "memory",
-        f"device {format_bytes(memory['device_peak_bytes'])} at most, of "
-        f"{format_bytes(memory['device_budget_bytes'])}; host {format_bytes(memory['host_bytes'])}",
-    )
-    add(
-        "seconds",
-        f"load {seconds['load']:.2f}, prefill {seconds['prefill']:.2f} ({_prefilled(stats)}), "
-        f"decode {seconds['decode']:.2f} "
-        f"({stats['new_tokens']} tokens, {stats['finish_reason']})",
-    )
-    if per_token := stats["seconds_per_token"]:
-        add(
-            "decode",
-            f"{1 / per_token:.2f} tokens/s, {per_token:.4f} s/token, "
-            f"{stats['passes']} passes of {stats['tokens_per_pass']:.2f} tokens",
-        )
-    add("levels", _levels(stats))
-    for dropped in stats["dropped"]:
-        add("dropped", _dropped(dropped))
-    add("seed", str(stats["seed"]))
+    rows = [
+        *_speed(stats),
+        (
+            "model",
+            f"{Path(stats['model']).name} ({stats['dtype']}, {stats['device']}), loaded in "
+            f"{seconds['load']:.2f} s",
+        ),
+        ("weights", _weights(stats["placement"])),
+        ("KV cache", _kv_cache(stats["placement"])),
+        (
+            "memory",
+            f"device: at most {format_bytes(memory['device_peak_bytes'])} of "
+            f"{format_bytes(memory['device_budget_bytes'])}; host: "
+            f"{format_bytes(memory['host_bytes'])}",
+        ),
+        ("drafting", _levels(stats)),
+        *(("dropped", _dropped(dropped)) for dropped in stats["dropped"]),
+        ("seed", str(stats["seed"])),
+    ]
     if crossed := _link(stats):
-        add("link", crossed)
+        rows.append(("link", crossed))
     for rank, other in enumerate(stats.get("ranks", [])):
         if rank:
-            add(
-                f"rank {rank}",
-                f"{format_bytes(other['bytes_to_device'])} over its link; device "
-                f"{format_bytes(other['device_peak_bytes'])} at most, of "
-                f"{format_bytes(other['device_budget_bytes'])}",
+            text = (
+                f"{format_bytes(other['bytes_to_device'])} over its link; device: at most "
+                f"{format_bytes(other['device_peak_bytes'])} of "
+                f"{format_bytes(other['device_budget_bytes'])}"
             )
-    Console(stderr=True).print(table)
+            rows.append((f"rank {rank}", text))
+    Printer(stderr=True).table(("", ""), rows)
+
+
+def _speed(stats: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows that a reader looks for first."""
+    seconds, rows = stats["seconds"], []
+    passes = ""
+    if per_token := stats["seconds_per_token"]:
+        rows.append(("speed", f"{1 / per_token:.2f} tokens/s ({per_token:.4f} s a token)"))
+        passes = f", {stats['passes']} passes of {stats['tokens_per_pass']:.2f} tokens"
+    ended = _ENDS.get(stats["finish_reason"], stats["finish_reason"])
+    return [
+        *rows,
+        ("time to first token", f"{seconds['prefill']:.2f} s of prefill ({_prefilled(stats)})"),
+        ("new tokens", f"{stats['new_tokens']} in {seconds['decode']:.2f} s{passes}; {ended}"),
+    ]
 
 
 def _weights(placement: dict[str, Any]) -> str:
     resident, layers = placement["resident_weight_layers"], placement["layers"]
     text = f"{resident} of {layers} layers resident, {layers - resident} streamed"
     if split := placement["split_layers"]:
-        text += f", {split} of them by their low bits alone"
+        text += f"; of {split} layers only the low bits stream"
     if in_files := placement["file_layers"]:
-        text += f", {in_files} of them read from disk in each pass"
+        text += f"; {in_files} layers are read from disk in each pass"
     return text
 
 
 def _kv_cache(placement: dict[str, Any]) -> str:
     blocks, resident = placement["kv_blocks"], placement["resident_kv_blocks"]
     if not blocks:
-        return "all of it on the device"
+        return "all on the device"
     return (
-        f"{resident} of {blocks} blocks resident, {blocks - resident} streamed "
-        f"({placement['block_tokens']} tokens each; newer tokens on the device)"
+        f"{resident} of {blocks} blocks resident, {blocks - resident} streamed; "
+        f"{placement['block_tokens']} tokens a block, and the newest tokens on the device"
     )
 
 
@@ -115,19 +128,19 @@ def _link(stats: dict[str, Any]) -> str:
     link = stats["link"]
     kind = "EMULATED on this machine's memory" if link["emulated"] else "PCIe"
     if not link["floor_seconds_per_pass"]:
-        return "" if link["emulated"] else f"{kind}: nothing crossed it while decoding"
+        return "" if link["emulated"] else f"{kind}: nothing crossed it during decoding"
     share = link["floor_seconds_per_pass"] * stats["passes"] / stats["seconds"]["decode"]
     return (
         f"{kind}: {format_bytes(link['bytes_to_device'])} to the device at "
-        f"{link['bandwidth_gb_per_s']:.2f} GB/s, {share:.0%} of it used while decoding"
+        f"{link['bandwidth_gb_per_s']:.2f} GB/s; busy for {share:.0%} of decoding"
     )
 
 
 def _prefilled(stats: dict[str, Any]) -> str:
     """Describe how many prompt tokens were prefilled and how many were reused."""
     reused = stats["reused_tokens"]
-    read = f"{stats['prompt_tokens'] - reused} tokens"
-    return f"{read}, {reused} more reused" if reused else read
+    prefilled = f"{stats['prompt_tokens'] - reused} tokens"
+    return f"{prefilled}, {reused} more reused" if reused else prefilled
 
 
 def accepted_drafts(stats: dict[str, Any], level: str = "target") -> str | None:
@@ -145,23 +158,23 @@ def accepted_drafts(stats: dict[str, Any], level: str = "target") -> str | None:
 def _levels(stats: dict[str, Any]) -> str:
     """Describe the levels, their draft lengths and their acceptance."""
     drafted, cache = stats["draft_tokens"], stats["retrieval"]
-    said = " > ".join(stats["levels"])
+    text = " > ".join(stats["levels"])
     if cache:
-        said += f" ({cache['policy']}, {cache['budget_tokens']} tokens)"
+        text += f"; retrieval cache of {cache['budget_tokens']} tokens, by {cache['policy']}"
     for level, mean in (("target", drafted["mean"]), ("retrieval", drafted["inner_mean"])):
         if accepted := accepted_drafts(stats, level):
-            said += f"; {level} accepts {accepted}, in drafts of {mean:.1f}"
+            text += f"; {level} accepts {accepted}, in drafts of {mean:.1f}"
     if drafted["trees"]:
-        said += f"; {drafted['trees']} of them branched"
-    return said
+        text += f"; {drafted['trees']} drafts branched"
+    return text
 
 
 def _dropped(dropped: dict[str, Any]) -> str:
     """Describe a level that was dropped during the run, and the reason."""
     names = {"model": "the drafter", "mtp": "the MTP head", "retrieval": "the retrieval model"}
-    what = names[dropped["level"]]
     return (
-        f"{what}: its {dropped['drafts']} drafts took {dropped['seconds']:.2f} s, and "
-        f"{dropped['plain_seconds']:.2f} s without them; its {format_bytes(dropped['nbytes'])} "
-        "hold KV if any streams"
+        f"{names[dropped['level']]}, because it did not pay: {dropped['drafts']} drafts took "
+        f"{dropped['seconds']:.2f} s, and their tokens would have taken "
+        f"{dropped['plain_seconds']:.2f} s without it. Its {format_bytes(dropped['nbytes'])} are "
+        "free for KV that streams."
     )

@@ -1,13 +1,13 @@
-"""`triforce verify`: print the problems of a model on disk, or where what drafts changes a text."""
+"""`triforce verify`: print the problems of a model on disk, or where drafting changes a text."""
 
 from __future__ import annotations
 
 import argparse
-
-from rich.console import Console
+import sys
 
 from triforce_core.cli.generate.arguments import MODEL_HELP
 from triforce_core.cli.options import add_option, engine_config
+from triforce_core.cli.terminal.console import Printer
 from triforce_core.cli.terminal.output import logs_json
 from triforce_core.settings import DTYPE_NAMES, EngineConfig, MachineSettings
 from triforce_offload.errors import CheckpointError
@@ -22,20 +22,20 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
         "--same-bits",
         dest="prompt",
         metavar="PROMPT",
-        help="generate a text plainly and with each way of drafting, greedily and from a coupled "
-        "seed, and say where they differ, instead of looking at the files",
+        help="instead of checking the files, generate a text without drafts and with each way of "
+        "drafting, greedily and from a coupled seed, and show where they differ",
     )
     add_option(parser, MachineSettings, "device", "cuda:0 or cpu", metavar="DEVICE")
     add_option(parser, EngineConfig, "dtype", "number type of weights and KV", choices=DTYPE_NAMES)
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Print what is found. Return the exit code: that of a bad checkpoint if there are problems, 1
-    if texts differ.
+    """Print the problems that are found. Return the exit code: that of a bad checkpoint if there
+    are any, 1 if texts differ.
     """
     from triforce_core.model.found.names import resolve
 
-    path, console = resolve(args.model), Console(stderr=True, quiet=logs_json())
+    path, console = resolve(args.model), Printer(stderr=True, quiet=logs_json())
     if args.prompt is not None:
         from triforce_core.cli.verify.texts import compared
 
@@ -44,10 +44,16 @@ def verify(args: argparse.Namespace) -> int:
     from triforce_core.model.checkpoints.verify import findings
 
     found = 0
-    with console.status("looking at the headers") as status:
-        for line in findings(path, lambda what: status.update(what)):
+    with console.status("checking the headers") as status:
+        for line in findings(path, lambda what: status.update(f"checking {what}")):
             found += 1
-            print(line)
+            _print(line)
     if not found:
-        print(f"{path}: nothing is wrong with it")
+        _print(f"{path}: nothing is wrong with it")
     return CheckpointError.exit_code if found else 0
+
+
+def _print(line: str) -> None:
+    """Print a sentence: wrapped in a terminal, and on one line for other programs."""
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    Printer().print(line, soft_wrap=not terminal)
