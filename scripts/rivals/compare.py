@@ -9,7 +9,8 @@ starts over).
         [--prompt-tokens 2000] [--new-tokens 64] [--repeats 3] [--task continuation]
     bash scripts/setup_rivals.sh      # once, for DeepSpeed and llama.cpp
 
-Prints a table; writes benchmarks/results/compare.json and, with --plot, a picture.
+Prints a table; writes benchmarks/results/compare.json and, with --plot, a picture. With options
+that make it another comparison, it writes compare_own.json unless --result names a file.
 """
 
 from __future__ import annotations
@@ -40,9 +41,17 @@ from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 from triforce_offload.errors import TriforceError
 from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
 
+# Options that make it another comparison.
+_OF_THE_COMPARISON = (
+    *("rivals", "model", "shape", "acceptance", "assistant", "task", "prompt_tokens", "new_tokens"),
+    *("repeats", "temperature", "dtype", "threads", "device_memory", "link_bandwidth"),
+)
+
 
 def main() -> int:
-    args = _parser().parse_args()
+    parser = _parser()
+    args = parser.parse_args()
+    args.result = args.result or result_name(parser, args)
     try:
         return Run(args).all()
     except (TriforceError, ValueError) as error:
@@ -81,9 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=600, help="seconds for one text of one system")
     add("--work", type=Path, default=_cache(), help="for checkpoints and what was measured")
     add("--afresh", action="store_true", help="forget what was measured before")
-    add("--result", default="compare", help="a name under benchmarks/results, or a whole path")
+    add("--result",
+        help="a name under benchmarks/results, or a whole path (default: compare for the recorded "
+        "comparison, which has no other options; compare_own for all others)")  # fmt: skip
     add("--plot", type=Path, help="write a picture")
     return parser
+
+
+def result_name(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """Return the name of the result: quick runs do not overwrite the recorded one."""
+    same = (getattr(args, name) == parser.get_default(name) for name in _OF_THE_COMPARISON)
+    return "compare" if all(same) else "compare_own"
 
 
 def _cache() -> Path:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from command import kib
 
+from rivals import compare as comparing
 from rivals import reference, spawn
 from rivals.compare_report import Comparison
 from rivals.job import Job, Outcome
@@ -31,6 +32,17 @@ def compare(model: Path, work: Path, *more: object) -> subprocess.CompletedProce
         text=True,
         timeout=280,
     )
+
+
+def test_a_quick_run_does_not_overwrite_the_recorded_comparison() -> None:
+    parser = comparing._parser()
+
+    def named(*options: str) -> str:
+        return comparing.result_name(parser, parser.parse_args(options))
+
+    assert named() == named("--plot", "x.png", "--afresh") == "compare"
+    for options in (("--repeats", "1"), ("--rivals", "ours"), ("--new-tokens", "8")):
+        assert named(*options) == "compare_own"
 
 
 @pytest.mark.slow
