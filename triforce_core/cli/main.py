@@ -218,7 +218,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command.set_defaults(run=run, parser=command)
         add_arguments(command)
         if any(action.dest == "model" for action in command._actions):
-            command.usage = "%(prog)s MODEL [options]"
+            message = any(a.dest == "prompt" and not a.option_strings for a in command._actions)
+            command.usage = f"%(prog)s MODEL {'[PROMPT] ' if message else ''}[options]"
         if any(getattr(action, "for_experts", False) for action in command._actions):
             command.add_argument(
                 "--help-all", action=HelpAll, nargs=0, help="show all options and exit"

@@ -29,7 +29,7 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
         "--reasoning",
         choices=(AS_TEMPLATE, ON, OFF),
         default=AS_TEMPLATE,
-        help="whether the model reasons before it answers (default: as its chat template has it)",
+        help="whether the model reasons before it answers; auto: as its chat template has it",
     )
     add_decoding_arguments(parser)
     add("--quiet", action="store_true", help="show no progress and no figures")
