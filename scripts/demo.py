@@ -78,6 +78,7 @@ def compare(device: dict[str, Any]) -> int:
     faster = f"{tokens:.1f} tokens a pass, {times:.1f} times as fast"
     say(f"triforce        {rate:6.1f} tokens/s   {faster}")
     say(f"identical text: {'yes' if same else 'NO'}\n{NEXT}")
+    say(f"\nEvery command takes this model by its file:\n  {from_here(model_file())}")
     return 0 if same else 1
 
 
@@ -155,6 +156,10 @@ def device_options(*, stream_weights: bool) -> dict[str, Any]:
 def flag(name: str) -> str:
     """Return the option of the command line for a setting."""
     return "--" + name.replace("_", "-")
+
+
+def from_here(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def say(text: str) -> None:

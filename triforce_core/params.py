@@ -108,7 +108,8 @@ class SamplingParams:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stops)
         for text in stops:
-            _require("stop", text, isinstance(text, str) and text != "", "texts that are not empty")
+            full = isinstance(text, str) and text != ""
+            _require("stop", text, full, "texts, none of them empty")
 
     @property
     def changes_logits(self) -> bool:

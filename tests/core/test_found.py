@@ -162,6 +162,7 @@ def test_the_list_is_a_table_or_json(home: Path, sound: Path, capsys) -> None:
 
     code, out, _ = run(capsys, "list")
     assert (code, "No model was found in" in out) == (0, True)
+    assert "\n  the current folder\n" in out
     assert listed() == []
     shutil.copy(sound / "tiny.gguf", "[bold]tiny.gguf")
     into_ollama(home, "registry.ollama.ai/library/tiny/8b", sound / "tiny.gguf")

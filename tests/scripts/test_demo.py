@@ -23,7 +23,7 @@ def test_the_demo_compares_itself_with_plain_decoding() -> None:
     assert "identical text: yes" in done.stderr
     assert done.stdout.strip() in done.stderr, "plain decoding wrote the same text"
     assert done.stdout.rstrip().endswith("```"), "an example in Python, which ends"
-    for line in ("plain decoding", "triforce   ", "Try next:"):
+    for line in ("plain decoding", "triforce   ", "Try next:", ".gguf"):
         assert line in done.stderr
 
 

@@ -43,13 +43,14 @@ def add_option(
     """Add an option for a field of a settings class.
 
     The namespace contains the field only if the option is given.
-    text: the help text, to which the default is added if there is one
+    text: the help text, to which the default is added if there is one and the text has none
     flags: the flags; derived from the field's name by default
     expert: whether `--help` leaves it out
     options: further arguments of `add_argument`
     """
     (default,) = (field.default for field in fields(settings) if field.name == name)
-    if default not in (None, MISSING, ()) and not isinstance(default, bool):
+    known = default not in (None, MISSING, ()) and not isinstance(default, bool)
+    if known and "(default: " not in text:
         text += f" (default: {default})"
     flags = flags or (f"--{name.replace('_', '-')}",)
     action = parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **options)
@@ -72,7 +73,8 @@ def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams
                 values[name] = Path(values[name]).read_text("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 flag = "--" + name.replace("_", "-")
-                raise UsageError(f"cannot read {flag} {values[name]}: {error}") from error
+                reason = getattr(error, "strerror", None) or error
+                raise UsageError(f"cannot read {flag} {values[name]}: {reason}") from error
     return SamplingParams(**values)
 
 

@@ -12,6 +12,8 @@ from triforce_core.cli.terminal.output import ERROR, say
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.+)\)")
+# What argparse says of a value that its type cannot read.
+_INVALID = re.compile(r"invalid (\w+) value: ('.*')")
 
 
 # A parser, or a group of its options.
@@ -44,6 +46,9 @@ class Parser(argparse.ArgumentParser):
                 action.help = text
 
     def error(self, message: str) -> NoReturn:
+        if invalid := _INVALID.search(message):
+            kind = "a number" if invalid[1] == "float" else "a whole number"
+            message = f"{message[: invalid.start()]}{invalid[2]} is not {kind}"
         say(f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help", ERROR)
         self.exit(2)
 
@@ -97,5 +102,7 @@ class Explained(argparse.Action):
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
+    # Dashes would make any two flags alike.
+    bare = {each.lstrip("-"): each for each in known}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.6)
+    return f" (did you mean {bare[close[0]]}?)" if close else ""

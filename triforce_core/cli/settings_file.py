@@ -75,7 +75,8 @@ def _of_file(
     try:
         settings = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"cannot read settings from {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read settings from {path}: {reason}") from error
     tables = {name: each for name, each in settings.items() if isinstance(each, dict)}
     for name in tables:
         if name not in known:

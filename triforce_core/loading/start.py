@@ -63,7 +63,7 @@ class Loaded:
         models, plan = self.models, self.models.runtime.plan
         line = self.plan.line(len(plan.layers), plan.kv.blocks)
         if models.method.method == "triforce" and not models.budget:
-            line += f"; no retrieval model, since {models.why_no_retrieval}"
+            line += f"; no retrieval level, since {models.why_no_retrieval}"
         sequences = plan.requirements.sequences
         return line + (f"; {sequences} sequences at once" if sequences > 1 else "")
 

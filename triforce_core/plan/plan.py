@@ -160,7 +160,9 @@ class Plan:
                 if placement.split_layers
                 else ""
             ),
-            f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident",
+            f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident"
+            if kv_blocks
+            else "all KV resident",
         ]
         if split := [n for n in ("weights", "kv") if getattr(self, n) == SPLIT]:
             parts.append(f"{' and '.join(split).replace('kv', 'KV')} split")
@@ -195,7 +197,8 @@ class Plan:
         try:
             raw = json.loads(Path(path).read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise UsageError(f"cannot read a plan from {path}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot read a plan from {path}: {reason}") from error
         if not isinstance(raw, dict):
             raise UsageError(f"{path} holds no plan, which is a JSON object")
         raw = {_OLD_NAMES.get(name, name): value for name, value in raw.items()}

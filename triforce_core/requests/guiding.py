@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch
 
@@ -120,7 +122,8 @@ def guide_of(
         from llguidance import LLMatcher
     except ModuleNotFoundError as error:
         raise UsageError(
-            "grammars need the package llguidance: pip install 'triforce-offload[grammar]'"
+            f"grammars need the package llguidance: {sys.executable} -m pip install "
+            "'triforce-offload[grammar]'"
         ) from error
     vocab, stops = config.vocab, frozenset(config.eos_token_ids + params.stop_token_ids)
     what = "grammar" if params.grammar is not None else "json_schema"

@@ -242,6 +242,11 @@ def test_help_does_not_wait_for_torch() -> None:
         (("plan", "llama2-7b", "", ""), "unrecognized arguments"),
         (("generate", "x", "--temp", "3"), "did you mean --temperature?"),
         (("generate", "x", "--save", "y"), "--save y (did you mean --save-context?)"),
+        (("generate", "x", "--no-such"), "unrecognized arguments: --no-such; see"),
+        (("generate", "x", "-c", "128k"), "--context: '128k' is not a whole number; see"),
+        (("generate", "x", "-n", "few"), "--max-new-tokens: 'few' is not a whole number; see"),
+        (("generate", "x", "--top-p", "high"), "--top-p: 'high' is not a number; see"),
+        (("generate", "x", "--json-schema", "no"), "read --json-schema no: No such file or dir"),
         (("generate", "x", "-ngl", "99"), "-ngl: there is no number of layers to choose"),
         (("plan", "x", "--gpu-layers", "99"), "--device-memory limits them"),
     ],
@@ -313,7 +318,7 @@ def test_the_plan_says_what_runs_and_not_what_was_asked(speaking, capsys) -> Non
         _, _, err = run(capsys, *base, "--device-memory", memory)
         (line,) = [line for line in err.splitlines() if line.startswith("plan: ")]
         assert line.startswith("plan: speculative, ")
-        assert line.endswith(f"no retrieval model, since {why}")
+        assert line.endswith(f"no retrieval level, since {why}")
 
 
 def test_a_context_that_is_asked_for_must_hold_the_text(speaking, capsys) -> None:

@@ -133,7 +133,7 @@ def test_a_reader_that_leaves_ends_the_run_and_the_stats_are_kept(speaking, tmp_
     process.stdout.close()
     (said,) = process.stderr.read().strip().splitlines()
     assert process.wait(timeout=60) == 141
-    assert "whoever read the text has gone" in said
+    assert "the reader of the text has gone" in said
     assert json.loads(stats.read_text())["finish_reason"] == "interrupted"
 
 

@@ -189,7 +189,7 @@ def test_two_slots_that_differ_are_as_slow_as_the_slowest(capsys) -> None:
     assert unequal == narrow == pytest.approx(wide / 4)
     code, _, err = run(capsys, *options, "--link", "pcie4x16,pcie4x4")
     assert code == 2
-    assert "names 2 slots, and the plan is for 1 GPUs" in err
+    assert "names 2 slots, and the plan is for 1 GPU\n" in err
 
 
 @pytest.mark.parametrize(

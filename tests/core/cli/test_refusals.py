@@ -104,6 +104,7 @@ def test_a_plans_drafter_is_not_written_over(speaking, tmp_path, capsys) -> None
         ("401 Client Error. (Request ID: 1)\n\nCannot access gated repo for url u.\nMore", "gated"),
         ("Cannot find a snapshot.\nMore", "Cannot find a snapshot."),
         ("503 Server Error. (Request ID: 1)", "503 Server Error. (Request ID: 1)"),
+        ("Got: ConnectError: no name", "hub: ConnectError: no name"),
         ("", "OSError"),
     ],
 )

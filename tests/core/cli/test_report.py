@@ -54,3 +54,14 @@ def test_reused_tokens_are_not_counted_as_prefilled(speaking, capsys, tmp_path) 
     again = ("-p", "Hello there", "--load-context", file)
     code, _, err = run(capsys, "generate", *options, *again)
     assert (code, "(6 tokens, 5 more reused)" in err) == (0, True), err
+
+
+def test_one_token_and_one_pass_are_singular(speaking, capsys) -> None:
+    """Where all KV is resident the plan counts no blocks of it."""
+    options = ("--temperature", "0", "-n", "2", *RESIDENT)
+    code, _, err = run(capsys, "generate", speaking, "-p", "H", *options)
+    said = " ".join(err.replace("│", " ").split())
+    assert code == 0
+    assert "s of prefill (1 token)" in said
+    assert ", 1 pass of 1.00 tokens; stopped at the limit of tokens" in said
+    assert "layers' weights resident, all KV resident, " in said

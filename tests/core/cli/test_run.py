@@ -48,3 +48,8 @@ def test_an_empty_message_is_refused(capsys, speaking: Path, monkeypatch) -> Non
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         code, _, err = run(capsys, "run", speaking, *TINY)
         assert (code, "the prompt is empty" in err) == (2, True)
+
+
+def test_an_answer_that_is_cut_says_so(capsys, speaking: Path) -> None:
+    code, _, err = run(capsys, "run", speaking, "Hello", *TINY[:4], "-n", "3")
+    assert (code, ", stopped at the limit of tokens, context " in err) == (0, True)

@@ -63,7 +63,7 @@ def test_switches_and_lists(speaking, capsys, tmp_path, file) -> None:
         ("quiet = 3", "quiet is true or false, not 3"),
         ("stop = [[1]]", "stop cannot be [1]"),
         ("x = ", "cannot read settings from"),
-        ("temperature = 'hot'", "argument --temperature: invalid float value: 'hot'"),
+        ("temperature = 'hot'", "argument --temperature: 'hot' is not a number"),
         ("model = 'x'", "there is no setting model"),
     ],
 )

@@ -149,7 +149,7 @@ def test_exact_weights_alone_may_be_asked_for(tiny) -> None:
     options = {"placement": PLACEMENTS["int4"], "draft_weights": "exact"}
     with engine(path, budget=None, **options) as drafting:
         assert drafting.generate(PROMPT, GREEDY).stats["levels"] == ["ngram", "target"]
-        assert "no retrieval model, since weights stream" in drafting.plan_line
+        assert "no retrieval level, since weights stream" in drafting.plan_line
     with pytest.raises(UsageError, match="needs all weights on the device, themselves, their"):
         engine(path, **options)
     with pytest.raises(UsageError, match="draft_weights 'int3' is not one of auto, exact, int4"):

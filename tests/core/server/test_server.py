@@ -274,6 +274,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(
     monkeypatch.setattr(Engine, "from_pretrained", lambda *model, **_: loaded.append(model))
     code, _, err = run(capsys, "serve", speaking, "--port", server.port, "--device", "cpu")
     assert (code, "cannot listen on 127.0.0.1" in err) == (2, True)
+    assert "Address already in use; give another --port\n" in err
     assert "ready:" not in err
     assert not loaded
 

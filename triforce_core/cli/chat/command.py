@@ -18,7 +18,7 @@ from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.terminal.output import WARNING, TextOutput, announce, say
 from triforce_core.cli.terminal.progress import ProgressBars
 from triforce_core.cli.terminal.reading import saved_tokens
-from triforce_core.cli.terminal.report import accepted_drafts, colored, takes_colors
+from triforce_core.cli.terminal.report import ENDS, accepted_drafts, colored, takes_colors
 from triforce_core.cli.terminal.signals import Stop, ending, exit_code
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.requests.answer.reasoning import variables
@@ -30,15 +30,16 @@ DEFAULT_CONTEXT = 32768
 # The default maximum of new tokens for each answer.
 DEFAULT_NEW_TOKENS = 2048
 HELP = """\
-/file PATH       puts a file's text before what you say next
-/regenerate      another answer to what you said last
-/edit TEXT       says something else in its place
-/continue        more of an answer that was cut
-/system TEXT     begins anew with this system prompt; /clear with the one there is
-/save FILE       writes the conversation, with what was computed for it
-/load FILE       takes one over
-/stats           figures of the last answer
-/exit            ends, as Ctrl-D does; Ctrl-C ends an answer"""
+/file FILE       attach a text to what you say next
+/regenerate      answer what you said last again
+/edit TEXT       replace what you said last, and answer this
+/continue        go on with an answer that was cut
+/clear           start a new conversation; the system prompt stays
+/system TEXT     start a new conversation with this system prompt
+/save FILE       save the conversation, with what was computed for it
+/load FILE       go on with a saved conversation
+/stats           show the figures of the last answer
+/exit            end, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -220,11 +221,11 @@ class Chat:
             parts.append(f"{accepted} accepted")
         if stats["finish_reason"] != "stop":
             more = ": /continue goes on" if self._takes_commands else ""
-            parts.append(f"{stats['finish_reason']}{more}")
+            parts.append(f"{ENDS.get(stats['finish_reason'], stats['finish_reason'])}{more}")
         return ", ".join((*parts, used))
 
     def _attach(self, path: str) -> None:
-        tokens = self._session.attach(_needed(path, "/file PATH"))
+        tokens = self._session.attach(_needed(path, "/file FILE"))
         say(f"{tokens:,} tokens, before what you say next")
 
     def _clear(self, system: str | None) -> None:

@@ -183,7 +183,8 @@ def _add_sampling(group: Options) -> None:
 
     add(
         "max_new_tokens",
-        "tokens to generate at most; -1: until the text ends or the context is full; chat: 2048",
+        f"tokens to generate at most (default: {SamplingParams.max_new_tokens}), in a chat 2048; "
+        "-1: until the text ends or the context is full",
         flags=("-n", "--max-new-tokens"),
         type=new_tokens,
         metavar="N",

@@ -49,7 +49,8 @@ def read_messages(path: str) -> list[dict[str, str]]:
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"cannot read messages from {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read messages from {path}: {reason}") from error
 
 
 def read_prompt(args: argparse.Namespace) -> str:

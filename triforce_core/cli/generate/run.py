@@ -168,7 +168,7 @@ class Run:
             output.write(json.dumps(about) + "\n")
         elif result.text and not result.text.endswith("\n"):
             output.write("\n")
-        kept = "--stats would have kept it"
+        kept = "--stats FILE would have kept it"
         if args.stats is not None:
             # Write the statistics first: standard error may fail just as standard output did.
             stats = json.dumps(result.stats, indent=2, ensure_ascii=False) + "\n"

@@ -92,7 +92,12 @@ def _as_dict(model: Described, machine: Machine) -> dict[str, object]:
 
 def _nothing(folders: Iterable[Path]) -> str:
     looked = [*folders, hub.cache_folder(), *ollama.folders(), *(each.folder for each in places())]
-    return (
-        f"No model was found in {', '.join(dict.fromkeys(map(str, looked)))}.\n"
-        "triforce run qwen3-4b downloads one: it shows the size before it begins."
+    lines = [f"  {'the current folder' if name == '.' else name}" for name in map(str, looked)]
+    return "\n".join(
+        (
+            "No model was found in these folders:",
+            *dict.fromkeys(lines),
+            "triforce list FOLDER looks in another. Every command takes a file's path as MODEL.",
+            "triforce run qwen3-4b downloads a model: it shows the size before it begins.",
+        )
     )

@@ -193,7 +193,8 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
     count = args.gpus or gpus
     if len(hardware.other_links) not in (0, count - 1) and args.link:
         slots = 1 + len(hardware.other_links)
-        raise UsageError(f"--link names {slots} slots, and the plan is for {count} GPUs")
+        cards = f"{count} GPU{'s' if count > 1 else ''}"
+        raise UsageError(f"--link names {slots} slots, and the plan is for {cards}")
     changed: dict[str, object] = {"gpus": count}
     if hardware.emulated:
         # Emulated devices share the host's memory.

@@ -40,12 +40,13 @@ def print_plan(
     console.print(f"Bottleneck: {prediction.bottleneck}.")
     line = chosen.plan.line(len(case.config.layers), chosen.memory.kv.blocks)
     if case.pieces and chosen.plan.placement.streamed_layers and not chosen.plan.budget:
-        line += "; no retrieval model, since weights stream and copies in 4 bits do not pay"
+        line += "; no retrieval level, since weights stream and copies in 4 bits do not pay"
     console.print(f"Plan: {line}.")
     command = run_command(chosen, model, saved)
     for text in on_lines("Run it: ", command, console.width):
         # A path that is longer than a line stays whole, so that the command can be copied.
         console.print(text, soft_wrap=True)
+    console.print("It takes the prompt from standard input, or from --prompt-file FILE.")
     if faster := faster_by_copies(chosen):
         console.print(
             "Faster: add --draft-weights int4 for "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,7 +49,8 @@ def serve(args: argparse.Namespace) -> int:
         from triforce_core.server.worker import Worker
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"the server needs the package {error.name}: pip install 'triforce-offload[server]'"
+            f"the server needs the package {error.name}: "
+            f"{sys.executable} -m pip install 'triforce-offload[server]'"
         ) from error
     model = _open(args.model)
     named = {"name": args.name or Path(str(args.model).rstrip("/")).name}
@@ -65,7 +68,7 @@ def serve(args: argparse.Namespace) -> int:
 
     def announce(engine: Engine) -> None:
         say(f"plan: {engine.plan_line}")
-        say(f"ready: http://{settings.host}:{settings.port}/ and /v1")
+        say(f"ready: http://{settings.host}:{settings.port}/ and /v1; the model is {settings.name}")
 
     metrics = Metrics()
     worker = Worker(load, settings.queue, settings.contexts, metrics.served)
@@ -135,7 +138,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.create_server(address[:2], family=family, reuse_port=False)
     except OSError as error:
-        reason = error.strerror or error
+        # Python adds the address to what the system says.
+        reason = str(error.strerror or error).partition(" (while attempting")[0]
+        if error.errno == errno.EADDRINUSE:
+            reason += "; give another --port"
         raise UsageError(f"cannot listen on {host}:{port}: {reason}") from error
     with made:
         yield made

@@ -119,7 +119,7 @@ class TextOutput:
             sys.stdout.write(text)
             sys.stdout.flush()
         except BrokenPipeError:
-            self._failed("whoever read the text has gone", READER_GONE)
+            self._failed("the reader of the text has gone", READER_GONE)
         except OSError as error:
             gone = error.errno in (errno.EPIPE, errno.ECONNRESET)
             reason = f"standard output takes no more text: {error.strerror or error}"

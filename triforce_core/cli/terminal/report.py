@@ -15,7 +15,7 @@ from triforce_offload.units import format_bytes
 _COLORS = {"accepted": "32", "corrected": "33", "bonus": "36"}
 _RESET = "\x1b[0m"
 # How a text ended, by its finish_reason.
-_ENDS = {
+ENDS = {
     "stop": "the text ended",
     "length": "stopped at the limit of tokens",
     "interrupted": "interrupted",
@@ -94,8 +94,8 @@ def _speed(stats: dict[str, Any]) -> list[tuple[str, str]]:
     passes = ""
     if per_token := stats["seconds_per_token"]:
         rows.append(("speed", f"{1 / per_token:.2f} tokens/s ({per_token:.4f} s a token)"))
-        passes = f", {stats['passes']} passes of {stats['tokens_per_pass']:.2f} tokens"
-    ended = _ENDS.get(stats["finish_reason"], stats["finish_reason"])
+        passes = f", {_count(stats['passes'], 'pass')} of {stats['tokens_per_pass']:.2f} tokens"
+    ended = ENDS.get(stats["finish_reason"], stats["finish_reason"])
     return [
         *rows,
         ("time to first token", f"{seconds['prefill']:.2f} s of prefill ({_prefilled(stats)})"),
@@ -139,8 +139,14 @@ def _link(stats: dict[str, Any]) -> str:
 def _prefilled(stats: dict[str, Any]) -> str:
     """Describe how many prompt tokens were prefilled and how many were reused."""
     reused = stats["reused_tokens"]
-    prefilled = f"{stats['prompt_tokens'] - reused} tokens"
+    prefilled = _count(stats["prompt_tokens"] - reused, "token")
     return f"{prefilled}, {reused} more reused" if reused else prefilled
+
+
+def _count(number: int, what: str) -> str:
+    """Return a number of things: 1 pass, 2 passes."""
+    ending = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{number} {what}{ending}"
 
 
 def accepted_drafts(stats: dict[str, Any], level: str = "target") -> str | None:
@@ -165,13 +171,13 @@ def _levels(stats: dict[str, Any]) -> str:
         if accepted := accepted_drafts(stats, level):
             text += f"; {level} accepts {accepted}, in drafts of {mean:.1f}"
     if drafted["trees"]:
-        text += f"; {drafted['trees']} drafts branched"
+        text += f"; {_count(drafted['trees'], 'draft')} branched"
     return text
 
 
 def _dropped(dropped: dict[str, Any]) -> str:
     """Describe a level that was dropped during the run, and the reason."""
-    names = {"model": "the drafter", "mtp": "the MTP head", "retrieval": "the retrieval model"}
+    names = {"model": "the drafter", "mtp": "the MTP head", "retrieval": "the retrieval level"}
     return (
         f"{names[dropped['level']]}, because it did not pay: {dropped['drafts']} drafts took "
         f"{dropped['seconds']:.2f} s, and their tokens would have taken "

@@ -63,7 +63,7 @@ def downloaded(name: str, announce: Announce) -> Path:
         # The hub's own errors begin with a line that has the status and the id of the request.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         useful = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
-        reason = (useful or lines or [type(error).__name__])[0]
+        reason = (useful or lines or [type(error).__name__])[0].removeprefix("Got: ")
         raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error
 
 
