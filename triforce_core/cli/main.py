@@ -98,7 +98,10 @@ def _list(args: argparse.Namespace) -> int:
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folders", nargs="*", metavar="FOLDER", help="look through these folders as well"
+        "folders",
+        nargs="*",
+        metavar="FOLDER",
+        help="look through these folders, and those inside, as well",
     )
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 

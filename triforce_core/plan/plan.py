@@ -176,7 +176,9 @@ class Plan:
         if method.drafts and (self.budget or method.has_drafter):
             drafts = f"drafts of {_length(method.draft_tokens)}"
             if self.budget and method.has_drafter:
-                drafts += f" by steps of {_length(method.inner_draft_tokens)}"
+                inner = method.inner_draft_tokens
+                both = inner == method.draft_tokens == AUTO
+                drafts += "" if both else f" by steps of {_length(inner)}"
             parts.append(drafts)
         where = f"{self.gpus} GPUs, of each: " if self.gpus > 1 else ""
         return f"{method.method}, {where}{', '.join(parts)}"

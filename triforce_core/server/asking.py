@@ -21,7 +21,7 @@ from triforce_core.server.answers import Answers
 from triforce_core.server.errors import ContextLengthError, UnknownModelError
 from triforce_core.server.messages.schema import MOST_CHOICES, ChatRequest, CompletionRequest
 from triforce_core.server.messages.tools import ToolUse
-from triforce_core.server.settings import ServerSettings
+from triforce_core.server.settings import SUFFIX, ServerSettings
 from triforce_core.server.wording.wording import NewSplit, WholeAnswer, Wording
 from triforce_core.server.worker import Asked, Worker
 from triforce_offload.errors import UsageError
@@ -80,9 +80,9 @@ class Asking:
         return await self._answer(request, body, asked, params, wording_of())
 
     def check(self, model: str) -> None:
-        """Raise NotReadyError or UnknownModelError."""
+        """Raise NotReadyError, or UnknownModelError for another model than the one served."""
         self.worker.check_ready()
-        if model != self.settings.name:
+        if model.removesuffix(SUFFIX) != self.settings.name.removesuffix(SUFFIX):
             raise UnknownModelError(other_model(model, self.settings))
 
     def token_text(self, token: int) -> str:

@@ -9,6 +9,9 @@ from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_offload.errors import UsageError
 from triforce_offload.units import parse_bytes
 
+# Names of models leave it out, and clients may write it.
+SUFFIX = ".gguf"
+
 
 @dataclass(frozen=True)
 class ServerSettings:

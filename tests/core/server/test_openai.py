@@ -109,6 +109,8 @@ def test_conversations_by_turns_are_kept_apart(tmp_path_factory, speaking) -> No
 def test_what_is_not_there(server) -> None:
     with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
         server.client.chat.completions.create(model="gpt", messages=HELLO)
+    create = server.client.completions.create
+    assert create(model="tiny.gguf", prompt="x", max_tokens=1).model == "tiny"
     assert [model.id for model in server.client.models.list()] == ["tiny"]
     assert server.client.models.retrieve("tiny").context_length == CONTEXT
     with pytest.raises(openai.BadRequestError, match=f"has room for {CONTEXT}"):

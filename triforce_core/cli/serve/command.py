@@ -45,7 +45,7 @@ def serve(args: argparse.Namespace) -> int:
         from triforce_core.server.app import make_app
         from triforce_core.server.connections import uvicorn_config
         from triforce_core.server.metrics import Metrics
-        from triforce_core.server.settings import ServerSettings
+        from triforce_core.server.settings import SUFFIX, ServerSettings
         from triforce_core.server.worker import Worker
     except ModuleNotFoundError as error:
         raise UsageError(
@@ -53,7 +53,7 @@ def serve(args: argparse.Namespace) -> int:
             f"{sys.executable} -m pip install 'triforce-offload[server]'"
         ) from error
     model = _open(args.model)
-    named = {"name": args.name or Path(str(args.model).rstrip("/")).name}
+    named = {"name": args.name or Path(str(args.model).rstrip("/")).name.removesuffix(SUFFIX)}
     key = args.api_key or os.environ.get(KEY_VARIABLE)
     settings = ServerSettings(**{**given(args, ServerSettings), **named, "api_key": key})
     config = _config(args, model)

@@ -14,6 +14,9 @@ from triforce_offload.checkpoint.gguf import PART
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import TriforceError
 
+# How many folders deep models of a given folder may lie.
+_MOST_DEEP = 8
+
 
 @dataclass(frozen=True)
 class Found:
@@ -89,7 +92,7 @@ def found_models(folders: Iterable[Path] = ()) -> Iterator[Found]:
 
 def _all(folders: Iterable[Path]) -> Iterator[Found]:
     for folder in folders:
-        for path in models_in(folder, 3):
+        for path in models_in(folder, _MOST_DEEP):
             yield Found(str(path), path, "your folders")
     for name, path in hub.cached_models():
         yield Found(name, path, "Hugging Face")
