@@ -51,7 +51,7 @@ def test_colours_say_where_tokens_come_from_and_change_nothing_else(
     assert colored[0] == 0
     assert re.sub(r"\x1b\[\d+m", "", colored[1]) == plain[1]
     # Accepted, corrected, bonus.
-    assert {"32", "31", "36", "0"} == set(re.findall(r"\x1b\[(\d+)m", colored[1]))
+    assert {"32", "33", "36", "0"} == set(re.findall(r"\x1b\[(\d+)m", colored[1]))
     assert "accepted from a draft" in colored[2]
     assert "model > retrieval > target" in plain[2]
     assert "target accepts" in plain[2]
