@@ -21,14 +21,14 @@ from triforce_core.cli.terminal.output import ERROR, WARNING, abandon_stdout, lo
 from triforce_offload.errors import TriforceError, UsageError
 
 FIRST_COMMANDS = """\
-triforce runs language models whose context or weights do not fit the GPU, and
-changes nothing in what they say.
+triforce runs language models whose context or weights do not fit on the GPU.
+The text has exactly the distribution of the full model.
 
   triforce list                                   models on this machine
   triforce run qwen3-8b                           download one, and talk to it
   triforce plan llama3.1-8b --gpu rtx4090         what fits, and how fast it is
   triforce generate MODEL --prompt-file book.txt  text to standard output
-  triforce serve MODEL                            for other programs, and a page
+  triforce serve MODEL                            a server, with a page to chat
 
 triforce --help lists every command, and triforce COMMAND --help its options.
 """
@@ -101,7 +101,7 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
         "folders",
         nargs="*",
         metavar="FOLDER",
-        help="look through these folders, and those inside, as well",
+        help="also search these folders and the folders inside them",
     )
     parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
@@ -141,7 +141,7 @@ def _add_env_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe",
         action="store_true",
-        help="measure the rates that plans for this machine use, and forget earlier ones",
+        help="measure again the rates that plans for this machine use",
     )
 
 
@@ -153,7 +153,7 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh"), help="shell to write it for")
+    parser.add_argument("shell", choices=("bash", "zsh"), help="shell that the script is for")
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -187,10 +187,10 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, add_arguments, text in (
         ("list", _list, _add_list_arguments, "show the models on this machine"),
-        ("run", _run, add_run_arguments, "talk to a model, or have one message answered"),
+        ("run", _run, add_run_arguments, "talk to a model, or answer one message"),
         ("generate", _generate, add_generate_arguments, "generate text from a prompt"),
         ("chat", _chat, add_chat_arguments, "talk to a model, one line for each turn"),
-        ("serve", _serve, add_serve_arguments, "serve a model to other programs and a page"),
+        ("serve", _serve, add_serve_arguments, "serve a model to programs and to browsers"),
         (
             "bench",
             _bench,
@@ -201,20 +201,20 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             "plan",
             _plan,
             add_plan_arguments,
-            "what fits where and how fast it would be, simulated; needs no GPU",
+            "simulate what fits where and how fast it would be; needs no GPU",
         ),
         (
             "verify",
             _verify,
             _add_verify_arguments,
-            "look for what is wrong with a model on disk: headers, hashes, numbers",
+            "check a model on disk for errors: headers, hashes, numbers",
         ),
-        ("env", _env, _add_env_arguments, "show what was found on this machine"),
+        ("env", _env, _add_env_arguments, "show the hardware and software of this machine"),
         (
             "completion",
             _completion,
             _add_completion_arguments,
-            "print a script by which a shell completes commands, options and files",
+            "print a script with which a shell completes commands, options and files",
         ),
     ):
         command = commands.add_parser(name, parents=[common], help=text, formatter_class=_Help)

@@ -108,12 +108,12 @@ def _add_device(group: Options) -> None:
     )
     add(
         "host_memory",
-        "host memory to use at most for what streams; layers beyond it are read from disk in each "
-        "pass (default: all that is free)",
+        "host memory to use at most for streamed weights and KV; layers that do not fit are read "
+        "from disk in each pass (default: all that is free)",
         metavar="SIZE",
     )
     add(
-        "threads", "threads of the CPU that compute (default: one per physical core)", type=int,
+        "threads", "number of CPU threads (default: one per physical core)", type=int,
         metavar="N",
     )  # fmt: skip
     add(
@@ -124,7 +124,7 @@ def _add_device(group: Options) -> None:
     )
     add(
         "pin",
-        "do not pin host memory: transfers are slower, and no limit of the driver applies",
+        "do not pin host memory: transfers are slower, but limits of the driver do not matter",
         flags=("--no-pin",),
         expert=True,
         action="store_false",
@@ -151,21 +151,21 @@ def _add_formats(group: Options) -> None:
     )
     add(
         "weights",
-        "how weights are stored: dense in --dtype; stored: the quantised numbers of a GGUF or FP8 "
+        "format of weights; dense: in --dtype; stored: the quantised numbers of a GGUF or FP8 "
         "file; split: bfloat16 in 12 bits, without loss; auto: stored on a GPU and where dense "
         "weights would stream, split on a GPU where bfloat16 would stream",
         choices=WEIGHTS,
     )
     add(
         "kv",
-        "how KV is stored: dense in --dtype; split: bfloat16 in 12 bits, without loss; auto: split "
+        "format of KV; dense: in --dtype; split: bfloat16 in 12 bits, without loss; auto: split "
         "on a GPU where some KV would stream",
         choices=KV_FORMATS,
     )
     add(
         "same_bits",
-        "whether each token has the same logits to the last bit, whatever drafts it and whatever "
-        "is computed beside it; auto: on with a CPU's compiled kernels",
+        "whether each token has the same logits to the last bit, with every drafter and beside "
+        "every other sequence; auto: on with a CPU's compiled kernels",
         expert=True,
         choices=SAME_BITS,
     )

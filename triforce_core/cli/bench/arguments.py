@@ -19,9 +19,12 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("draft_shape", "shape of the draft model", metavar="SHAPE|FILE|none")
     add("context", "tokens in the KV cache", flags=CONTEXT_FLAGS, type=int, metavar="N")
     parser.add_argument(
-        "--tests", default="all", metavar="NAME,...", help=f"tests to run, of {', '.join(TESTS)}"
+        "--tests",
+        default="all",
+        metavar="NAME,...",
+        help=f"tests to run, out of {', '.join(TESTS)}",
     )
-    add("repeats", "runs of each test; the median is printed", type=int, metavar="N")
+    add("repeats", "number of runs of each test; the median is printed", type=int, metavar="N")
     add("draft_tokens", "draft tokens that a pass verifies", type=int, metavar="N")
     add(
         "budget",

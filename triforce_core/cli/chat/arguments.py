@@ -11,12 +11,12 @@ from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_argument(parser)
-    add("--load", metavar="FILE", help="go on with a conversation from /save")
+    add("--load", metavar="FILE", help="continue a conversation from /save")
     add(
         "--commands",
         action="store_true",
-        help="over a pipe too, run lines that begin with / as commands, which read and write files "
-        "(default: only in a terminal)",
+        help="run lines that begin with / as commands even if the input is a pipe; commands read "
+        "and write files (default: only in a terminal)",
     )
     add_conversation_arguments(parser)
 
@@ -29,7 +29,7 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
         "--reasoning",
         choices=(AS_TEMPLATE, ON, OFF),
         default=AS_TEMPLATE,
-        help="whether the model reasons before it answers; auto: as its chat template has it",
+        help="whether the model reasons before it answers; auto: the chat template decides",
     )
     add_decoding_arguments(parser)
     add("--quiet", action="store_true", help="show no progress and no figures")

@@ -63,7 +63,7 @@ def add_machine_and_method(parser: argparse.ArgumentParser) -> Options:
         EngineConfig,
         "max_context",
         "context length in tokens that memory is planned for (default: prompt and new tokens; chat "
-        "and serve: 32768, or the model's positions)",
+        "and serve: 32768, or the model's positions if fewer)",
         flags=CONTEXT_FLAGS,
         type=int,
         metavar="N",
@@ -92,7 +92,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
             "--resident-kv-blocks",
             type=int,
             metavar="N",
-            help="KV blocks that stay on the device, instead of the plan's",
+            help="number of KV blocks that stay on the device; overrides the plan",
         )
     )
     _add_output(parser)
@@ -113,16 +113,16 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="many prompts, one a line: text, or JSON with prompt or messages, and id",
+        help="many prompts, one per line: text, or JSON with prompt or messages, and id",
     )
     add = group.add_argument
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
-    add("--system", metavar="TEXT", help="system prompt, before the prompt in the chat template")
+    add("--system", metavar="TEXT", help="system prompt for the chat template")
     add(
         "--load-context",
         metavar="FILE",
-        help="reuse a context from --save-context: of a prompt that begins with its text only the "
-        "rest is prefilled",
+        help="reuse a context from --save-context; if a prompt begins with its text, only the rest "
+        "is prefilled",
     )
 
 
@@ -132,14 +132,14 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add(
         "--json",
         action="store_true",
-        help="print JSON lines: each piece of text with the level that drafted it, then statistics",
+        help="print JSON lines: each piece of text with its origin, then statistics",
     )
     add("--stats", metavar="FILE", help="write statistics of the run as JSON")
-    add("--save-context", metavar="FILE", help="write the KV of the text, to go on from it later")
+    add("--save-context", metavar="FILE", help="write the text and its KV, to continue later")
     add(
         "--output",
         metavar="FILE",
-        help="write answers to --prompts-file as JSON lines; prompts that it answers are skipped",
+        help="write answers to --prompts-file as JSON lines; skip prompts answered in FILE",
     )
     add("--quiet", action="store_true", help="show no progress and no table")
     add(
@@ -162,7 +162,7 @@ def add_sequences(parser: Options) -> None:
         parser,
         EngineConfig,
         "sequences",
-        "sequences that are decoded together; streamed weights cross once a pass for all of them",
+        "sequences that are decoded together; streamed weights are copied once per pass for all",
         type=int,
         metavar="N",
     )
@@ -183,7 +183,7 @@ def _add_sampling(group: Options) -> None:
 
     add(
         "max_new_tokens",
-        f"tokens to generate at most (default: {SamplingParams.max_new_tokens}), in a chat 2048; "
+        f"generate at most N tokens (default: {SamplingParams.max_new_tokens}), in a chat 2048; "
         "-1: until the text ends or the context is full",
         flags=("-n", "--max-new-tokens"),
         type=new_tokens,
@@ -192,7 +192,7 @@ def _add_sampling(group: Options) -> None:
     add("temperature", "0 always takes the most likely token", type=float, metavar="T")
     add(
         "top_p",
-        "sample from the smallest set of tokens with this total probability",
+        "sample from the smallest set of tokens that has this total probability",
         type=float,
         metavar="P",
     )
@@ -279,18 +279,23 @@ def _add_method(group: Options) -> None:
     )
     add(
         "draft",
-        "what drafts: ngram looks tokens up in the text, mtp is the model's own MTP head, MODEL is "
+        "the drafter: ngram looks tokens up in the text, mtp is the model's own MTP head, MODEL is "
         "a small model with the same vocabulary; auto is mtp if the files have a head, else ngram",
         metavar="auto|ngram|mtp|none|MODEL",
     )
     add(
         "budget",
-        "tokens in the retrieval cache (default: on a known GPU as `triforce plan` finds fastest, "
-        f"else {DEFAULT_BUDGET}, or less where memory is short)",
+        "tokens in the retrieval cache (default: the fastest number on a GPU that `triforce plan` "
+        f"knows, else {DEFAULT_BUDGET}, or fewer if memory is short)",
         type=int,
         metavar="TOKENS",
     )
-    add("draft_tokens", "tokens drafted for each pass", type=draft_length, metavar="N")
+    add(
+        "draft_tokens",
+        "tokens drafted for each pass (forward of the target)",
+        type=draft_length,
+        metavar="N",
+    )
     add(
         "inner_draft_tokens",
         "tokens drafted for each step of the retrieval level",
@@ -300,14 +305,14 @@ def _add_method(group: Options) -> None:
     )
     add(
         "tree",
-        "tokens of a tree of drafts; off: chains alone",
+        "draft trees of up to NODES tokens; off: no trees; auto: trees where they pay",
         expert=True,
         type=tree_nodes,
         metavar="auto|off|NODES",
     )
     add(
         "accept",
-        "coupled: a seed gives the same text whatever drafts it; optimal accepts more",
+        "coupled: a seed gives the same text with every drafter; optimal: accepts more tokens",
         expert=True,
         choices=ACCEPT,
     )
@@ -321,7 +326,7 @@ def _add_retrieval(group: Options) -> None:
 
     add(
         "chunk_size",
-        "tokens that are retrieved together",
+        "tokens per chunk; the retrieval cache holds whole chunks",
         expert=True,
         type=int,
         metavar="TOKENS",
@@ -341,7 +346,7 @@ def _add_retrieval(group: Options) -> None:
     )
     add(
         "draft_kv",
-        "numbers in the retrieval cache: exact, int8, or auto: int8 on a GPU",
+        "format of the retrieval cache: exact; int8; auto: int8 on a GPU",
         expert=True,
         choices=DRAFT_KV,
     )

@@ -35,8 +35,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help=f"{', '.join(SHAPES)}, quantised as in qwen3-32b:Q4_K_M ({', '.join(NAMES)}), a "
-        "hub id of these, a config.json, or a .gguf file",
+        help=f"one of {', '.join(SHAPES)}; a quantisation may follow, as in qwen3-32b:Q4_K_M "
+        f"({', '.join(NAMES)}); the hub id of one of these models, a config.json, or a .gguf file",
     )
     _add_text(parser)
     _add_hardware(parser)
@@ -66,8 +66,8 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         type=float,
         metavar="A",
-        help="share of draft tokens that the target accepts, with --budget or "
-        f"{DEFAULT_BUDGET} tokens (default: {DEFAULT_ACCEPTANCE}, assumed)",
+        help="share of draft tokens that the target accepts, for a retrieval cache of --budget "
+        f"(or {DEFAULT_BUDGET}) tokens (default: {DEFAULT_ACCEPTANCE}, assumed)",
     )
     add(
         "--inner-acceptance",
@@ -88,11 +88,11 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"memory of each card (default: all but {format_bytes(RESERVED_BYTES)})",
     )
-    add("--host-memory", metavar="SIZE", help="refuse plans that need more (default: no limit)")
+    add("--host-memory", metavar="SIZE", help="reject plans that need more (default: no limit)")
     add(
         "--link",
         metavar="pcie4x8",
-        help="slot of the card, if narrower than its own; of each card: pcie4x16,pcie4x4",
+        help="slot of the card, if narrower than the card's own; one per card: pcie4x16,pcie4x4",
     )
     for_experts(add("--link-bandwidth", metavar="RATE", help="rate of each link, such as 25.4GB/s"))
     for_experts(
@@ -123,14 +123,15 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
             "--draft-weights",
             choices=DRAFT_WEIGHTS,
             help="weights of the retrieval level: exact; int4 copies of all layers; split: the "
-            "high bits of split weights; auto: int4 copies of layers that stream, or the faster",
+            "high bits of split weights; auto: exact where resident, int4 copies of layers that "
+            "stream",
         )
     )
     for_experts(
         add(
             "--draft-kv",
             choices=DRAFT_KV,
-            help="numbers in the retrieval cache: exact, int8, or auto: int8 on a GPU",
+            help="format of the retrieval cache: exact; int8; auto: int8 on a GPU",
         )
     )
 
@@ -148,21 +149,21 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         "--weights",
         default=AUTO,
         choices=WEIGHTS,
-        help="how weights are stored: dense in --dtype; stored: the model's quantised numbers; "
+        help="format of weights; dense: in --dtype; stored: the model's quantised numbers; "
         "split: bfloat16 in 12 bits, without loss; auto: stored if quantised, else the faster",
     )
     add(
         "--kv",
         default=AUTO,
         choices=KV_FORMATS,
-        help="how KV is stored: dense in --dtype; split: bfloat16 in 12 bits, without loss; auto: "
+        help="format of KV; dense: in --dtype; split: bfloat16 in 12 bits, without loss; auto: "
         "the faster",
     )
     add("--resident-kv", metavar="N|Nlayers", help="KV blocks, or layers, that stay on the device")
     add(
         "--plan",
         metavar="FILE",
-        help="start from a saved plan; flags change it, and what is auto is chosen",
+        help="start from a saved plan; flags change it, and settings that are auto are chosen",
     )
 
 
@@ -170,15 +171,17 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--save", metavar="FILE", help="write the plan, for `generate --plan`")
     add("--json", action="store_true", help="print all figures as JSON")
-    add("--compare", choices=METHODS, help="show the best plan of another method beside it")
+    add("--compare", choices=METHODS, help="also show the best plan of another method")
     add(
-        "--sweep", choices=list(SWEEPS), help="plan for several contexts, GPUs or links, a row each"
+        "--sweep",
+        choices=list(SWEEPS),
+        help="plan for several contexts, GPUs or links, one row for each",
     )
     add("--plot", metavar="FILE.png", help="draw seconds per token over context lengths")
     for_experts(
         add(
             "--trace",
             metavar="FILE",
-            help="write the simulated timeline of a round, for Perfetto",
+            help="write the simulated timeline of one draft and its pass, for Perfetto",
         )
     )

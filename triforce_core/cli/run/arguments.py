@@ -14,7 +14,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt",
         nargs="?",
         metavar="PROMPT",
-        help="a message to answer, then end; without one, chat in a terminal, and over a pipe "
-        "answer the whole standard input",
+        help="answer this message, then end (default: chat; if the input is a pipe, answer the "
+        "whole input)",
     )
     add_conversation_arguments(parser)

@@ -22,7 +22,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, **options: Any) -> None:
         add_option(group, ServerSettings, name, text, **options)
 
-    add("host", "address to listen on; one that others reach needs a key", metavar="ADDRESS")
+    add(
+        "host",
+        "address to listen on; an address that other machines can reach needs a key",
+        metavar="ADDRESS",
+    )
     add("port", "port to listen on", type=int, metavar="N")
     group.add_argument(
         "--api-key",
@@ -30,10 +34,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="key that clients must send (default: TRIFORCE_API_KEY, or none)",
     )
     group.add_argument(
-        "--name", metavar="NAME", help="name of the model for clients (default: its file's)"
+        "--name", metavar="NAME", help="name of the model for clients (default: the file's name)"
     )
     add_sequences(group)
-    add("queue", "requests that may wait", type=int, metavar="N")
+    add("queue", "number of requests that may wait", type=int, metavar="N")
     add(
         "contexts",
         "conversations whose KV waits in host memory while another is served",
@@ -42,7 +46,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "reasoning",
-        "whether the model reasons before it answers",
+        "whether the model reasons before it answers; auto: the chat template decides",
         choices=(AS_TEMPLATE, ON, OFF),
     )
     add("max_body", "largest request, such as 32MiB", expert=True, metavar="SIZE")
