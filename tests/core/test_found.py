@@ -186,7 +186,7 @@ def test_a_model_of_ollamas_opens_by_its_name(home: Path, sound: Path) -> None:
 
 @pytest.fixture
 def hub_of(monkeypatch: pytest.MonkeyPatch, sound: Path) -> Callable[[int], list[Any]]:
-    """A hub with one model of so many bytes. Its downloads are listed."""
+    """A hub with one model of a given size. Its downloads are listed."""
 
     def made(nbytes: int) -> list[Any]:
         asked: list[Any] = []
