@@ -1,7 +1,8 @@
 """The demo: SmolLM2-135M answers a question about 6,000 tokens of text, its KV cache streamed.
 
-The text is the Python manual. The model answers twice: by plain decoding, one pass for each token,
-and with drafts, where a pass verifies many. Both have the same memory and the same link.
+The text is the Python manual. The model begins its answer by plain decoding, one pass for each
+token, and then gives the whole answer with drafts, where a pass verifies many tokens. Both runs
+have the same memory and the same link.
 
 python scripts/demo.py [--weights]
 python scripts/demo.py any option of `triforce generate`: one answer with these options

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from answer_pieces import in_pieces
 
 from triforce_core.requests.answer.channels import ChannelSplit
-from triforce_core.requests.answer.parts import Parts, joined, whole
+from triforce_core.requests.answer.parts import Parts, whole
 from triforce_core.requests.answer.reasoning import (
     GEMMA_THOUGHT,
     ReasoningSplit,
@@ -41,18 +42,6 @@ CASES = [
     (OPEN, "  Two.\n</think>\n \n    a = 1\n\n  b", "  Two.", "    a = 1\n\n  b"),
     (OPEN + "\n</think>\n\n", "Answer </think> with a tag", "", "Answer </think> with a tag"),
 ]  # fmt: skip
-
-
-def in_pieces(
-    split: ReasoningSplit | ChannelSplit, text: str, choose: random.Random, longest: int
-) -> Parts:
-    """Return the parts of a text that comes in pieces of random lengths."""
-    parts = Parts()
-    while text:
-        count = choose.randint(1, longest)
-        parts = joined(parts, split.take(text[:count]))
-        text = text[count:]
-    return joined(parts, split.finish())
 
 
 @pytest.mark.parametrize(("prompt", "text", "reasoning", "answer"), CASES)

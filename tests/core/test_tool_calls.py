@@ -8,9 +8,10 @@ import time
 from typing import Any
 
 import pytest
+from answer_pieces import in_pieces
 
 from triforce_core.requests.answer.gemma_arguments import parsed
-from triforce_core.requests.answer.parts import Parts, Split, ToolCall, joined, whole
+from triforce_core.requests.answer.parts import Parts, ToolCall, whole
 from triforce_core.requests.answer.split import format_of, split_of
 from triforce_core.requests.answer.tool_formats import tool_format
 from triforce_offload.errors import UsageError
@@ -77,16 +78,6 @@ WRITTEN = [
     ("mistral", f"[TOOL_CALLS][{CALL}, {NOW}]", "", ""),
 ]  # fmt: skip
 PROMPT = "<|assistant|>\n"
-
-
-def in_pieces(split: Split, text: str, choose: random.Random, longest: int) -> Parts:
-    """Return the parts of a text that comes in pieces of random lengths."""
-    parts = Parts()
-    while text:
-        count = choose.randint(1, longest)
-        parts = joined(parts, split.take(text[:count]))
-        text = text[count:]
-    return joined(parts, split.finish())
 
 
 def read(parts: Parts) -> tuple[str, str, list[tuple[str, Any]]]:

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from triforce_core.cli.chat.line import Lines, OneMessage
 from triforce_core.cli.chat.session import ChatSession
-from triforce_core.cli.chat.wrapping import WordWrap, columns_of
+from triforce_core.cli.chat.wrapping import WordWrap
 from triforce_core.cli.codes import INTERRUPTED
 from triforce_core.cli.options import engine_config, sampling_params
 from triforce_core.cli.ranks import followed, of_world
-from triforce_core.cli.terminal.output import WARNING, TextOutput, announce, say
+from triforce_core.cli.terminal.output import WARNING, TextOutput, announce, say, terminal_columns
 from triforce_core.cli.terminal.progress import ProgressBars
 from triforce_core.cli.terminal.reading import saved_tokens
 from triforce_core.cli.terminal.report import ENDS, accepted_drafts, colored, takes_colors
@@ -179,7 +179,7 @@ class Chat:
 
         stop = Stop(give_back)
         stop.end = stream.interrupt
-        columns = columns_of(sys.stdout)
+        columns = terminal_columns(sys.stdout)
         wrap = WordWrap(self._output.write, self._shown, columns) if columns else None
         try:
             with stop.listening(), self._lines.held(), bars:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import groupby
-from typing import TextIO
 
 from wcwidth import wcwidth
 
 from triforce_core.requests.stream import Piece
 
 _TAB = 8
-
-
-def columns_of(stream: TextIO | None) -> int | None:
-    """Return the width of the terminal behind a stream, or None if it is not a terminal."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or None
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 class WordWrap:

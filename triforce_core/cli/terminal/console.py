@@ -14,6 +14,8 @@ from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
+from triforce_core.cli.terminal.output import terminal_columns
+
 _COLUMNS = 80
 _WORD = re.compile(r"^\s*\S+|\S+")
 # The cells of a row, or None for a line across the table.
@@ -86,10 +88,7 @@ def columns_of(stream: IO[str]) -> int:
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return int(columns)
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or _COLUMNS
-    except (AttributeError, OSError, ValueError):
-        return _COLUMNS
+    return terminal_columns(stream) or _COLUMNS
 
 
 def fitted(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import IO
 
 from triforce_core.cli.codes import OUTPUT_FAILED, READER_GONE
 
@@ -34,6 +35,14 @@ def log_lines(*, as_json: bool) -> None:
 
 def logs_json() -> bool:
     return _as_json
+
+
+def terminal_columns(stream: IO[str] | None) -> int | None:
+    """Return the width of the terminal behind a stream, or None if it is not a terminal."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def announce(download: object) -> None:

@@ -17,6 +17,7 @@ from triforce_core.server.messages.schema import (
 from triforce_core.server.messages.strict import JsonObject, Strict, or_says, text_alone
 from triforce_core.server.messages.tools import (
     MOST_TOOLS,
+    OR_SAYS_CHOICES,
     Arguments,
     CallOfMessage,
     Function,
@@ -143,11 +144,7 @@ class ResponsesRequest(Strict):
     reasoning: Reasoning | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: (
-        Annotated[
-            Literal["none", "auto", "required"] | NamedChoice,
-            or_says('tool_choice is "none", "auto", "required", or one of the tools by its name'),
-        ]
-        | None
+        Annotated[Literal["none", "auto", "required"] | NamedChoice, OR_SAYS_CHOICES] | None
     ) = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

@@ -42,10 +42,10 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool,
-    or_says('tool_choice is "none", "auto", "required", or one of the tools by its name'),
-]
+OR_SAYS_CHOICES = or_says(
+    'tool_choice is "none", "auto", "required", or one of the tools by its name'
+)
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, OR_SAYS_CHOICES]
 
 
 def _of_an_object(arguments: str) -> str:

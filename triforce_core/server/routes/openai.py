@@ -39,8 +39,10 @@ def openai_routes(asking: Asking) -> APIRouter:
     @router.post("/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         def wording() -> Wording:
-            told = body.logprobs is not None
-            return TextCompletions(name, asking.token_text, logprobs=told, usage=body.streams_usage)
+            logprobs = body.logprobs is not None
+            return TextCompletions(
+                name, asking.token_text, logprobs=logprobs, usage=body.streams_usage
+            )
 
         return await asking.complete(request, body, wording)
 
