@@ -110,6 +110,7 @@ def make_sound(root: Path) -> None:
     model = make_model("llama", root / "hf")
     add_tokenizer(root / "hf")
     model.save_pretrained(root / "sharded", max_shard_size="60KB")
+    add_tokenizer(root / "sharded")
     (root / "gguf").mkdir()
     write_gguf(model, root / "gguf" / "model.gguf")
 
