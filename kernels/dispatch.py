@@ -97,8 +97,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     ),
     "accept": ("sampling.sampling.reference_accept", "sampling.accept_triton.accept"),
     "pick": ("sampling.sampling.reference_pick", "sampling.accept_triton.pick"),
-    # On a GPU this is PyTorch's product too.
-    "dense_matmul": (_DENSE, _DENSE, "host.weights.dense_matmul"),
+    "dense_matmul": (_DENSE, "weights.dense_triton.matmul", "host.weights.dense_matmul"),
     "decode_blocks": (
         "weights.blocks.reference_decode",
         "weights.blocks_triton.decode",

@@ -2,11 +2,17 @@
 
 # Largest number of parts into which the attention of a pass divides its keys on a GPU.
 MOST_SPLITS = 32
+# With more rows of a KV head than this, a GPU's attention to a cache does not divide the keys among
+# programs.
+WHOLE_ROWS = 256
 # On a CPU, heads times the parts into which the keys of each are divided, if there are fewer heads.
 HOST_PARTS = 16
 # A product with more rows than this decodes the weight first, some rows of it at a time. A program
 # multiplies at most this many rows at a time, so more rows would decode the weight again.
 FEW_ROWS = 64
+# Bytes of the sums of the parts of a product, if its depth is divided among a GPU's programs: 1,024
+# programs, each with 64 rows and columns in float32.
+PARTS_BYTES = 1024 * 64 * 64 * 4
 # Rows of a tile of a product with experts, each of which has tiles of its own.
 EXPERT_TILE = 16
 # Numbers of a weight in blocks that are decoded at a time, so that no matrix exists in float32 as a

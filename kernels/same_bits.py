@@ -1,7 +1,8 @@
 """Whether a forward gives each row the same bits, whatever is computed beside it.
 
-A processor's compiled kernels do so with any number of rows. Products and attention of many rows
-(prompts) are a little faster with PyTorch's operators, whose sums depend on their number.
+Kernels can do so with any number of rows: a processor's compiled ones always, those of a GPU with
+tiles of one size. Prompts are faster with PyTorch's operators, whose sums depend on the number of
+rows, and on a GPU few rows are faster with small tiles.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from contextvars import ContextVar
 
 import torch
 
-from triforce_kernels.dispatch import HOST, backend
+from triforce_kernels.dispatch import REFERENCE, backend
 
 _wanted: ContextVar[bool] = ContextVar("same_bits", default=False)
 
 
 def can_hold(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether forwards on a device can give each row the same bits."""
-    return backend(device) == HOST and dtype.is_floating_point and dtype.itemsize <= 4
+    return backend(device) != REFERENCE and dtype.is_floating_point and dtype.itemsize <= 4
 
 
 @contextmanager

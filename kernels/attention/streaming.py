@@ -31,6 +31,7 @@ from triforce_kernels.attention.masks import tree_columns, tree_mask, window_mas
 from triforce_kernels.attention.scoring import ScoreBuffer, reference_masses, reference_sums
 from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
+from triforce_kernels.limits import ALIGNED_KEYS
 
 
 @dataclass
@@ -256,6 +257,13 @@ def reference_tail(
     visible: torch.Tensor | None,
     scores: ScoreBuffer | None,
 ) -> Partial:
+    # What all rows see is a block, up to a place that does not depend on the number of rows:
+    # operators are faster without a mask.
+    own = tokens if visible is None else visible.shape[1]
+    if seen := max(0, key.shape[1] - own) // ALIGNED_KEYS * ALIGNED_KEYS:
+        reference_blocks(running, query, key[None, :, :seen], value[None, :, :seen], scores)
+        key, value = key[:, seen:], value[:, seen:]
+        scores = scores and scores.at(scores.first + seen // scores.size)
     if tail := key.shape[1]:
         mask = _tail_mask(query, tokens, tail, visible)
         part = _piece(query, key, value, mask, scores, plain=visible is not None)

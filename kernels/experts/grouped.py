@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from triforce_kernels import same_bits
 from triforce_kernels.checks import require
-from triforce_kernels.dispatch import REFERENCE, backend, implementation
+from triforce_kernels.dispatch import REFERENCE, TRITON, backend, implementation
 from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, most_expert_tiles
 from triforce_kernels.weights.linear import Weight, linear, rows_of
 from triforce_kernels.weights.tiles import Tiles
@@ -61,8 +62,13 @@ def gated_experts(
         weights=weights,
         count=count,
     )
-    if rows <= FEW_ROWS and x.dtype != torch.float64 and has_kernels(experts):
-        return _by_tiles(x, experts, chosen, weights, gated)
+    if x.dtype != torch.float64 and has_kernels(experts):
+        if rows <= FEW_ROWS:
+            return _by_tiles(x, experts, chosen, weights, gated)
+        if same_bits.wanted() and backend(x.device) == TRITON:
+            # Products with one expert after another have other tiles.
+            parts = zip(*(each.split(FEW_ROWS) for each in (x, chosen, weights)), strict=True)
+            return torch.cat([_by_tiles(x, experts, *choice, gated) for x, *choice in parts])
     return _one_by_one(x, experts, chosen, weights, gated, come)
 
 

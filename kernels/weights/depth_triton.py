@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     """How a product is divided among programs.
 
     columns: columns of a program
-    count: number of parts of the depth
+    count: number of parts of the depth, each of which has programs of its own
     steps: number of steps of the depth in each part but the last
     sums: what the programs write: the result itself, or [count, *result] in float32
     """
@@ -56,7 +56,14 @@ class Parts(NamedTuple):
 
 
 def divided(
-    x: torch.Tensor, tiles: Tiles | None, tile_rows: int, columns: int, steps: int
+    x: torch.Tensor,
+    tiles: Tiles | None,
+    tile_rows: int,
+    columns: int,
+    steps: int,
+    *,
+    tile: int | None = None,
+    whole: bool = False,
 ) -> Parts:
     """Divide a product with the rows of x. Products with experts have one part: they have enough
     programs, of few columns each.
@@ -64,16 +71,18 @@ def divided(
     tile_rows: rows of all tiles
     columns: of the result
     steps: number of steps of the depth
+    tile: columns of a program; None if its kernel decodes the weight
+    whole: whether each program adds all parts up, so that their sums take no memory
     """
-    tile = _COLUMNS if tiles is None and x.dtype.itemsize < 4 else _FEW_COLUMNS
+    tile = tile or (_COLUMNS if tiles is None and x.dtype.itemsize < 4 else _FEW_COLUMNS)
     if tiles is None:
         rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // cdiv(columns, _COLUMNS))
     else:
         rows, wanted = tile_rows, 1
     # Parts end with turns of any tile, so they do not depend on the rows.
-    whole = steps_together(1, steps)
-    each = whole * cdiv(steps // whole, max(1, wanted))
-    count = cdiv(steps, each)
+    turn = steps_together(1, steps)
+    each = turn * cdiv(steps // turn, max(1, wanted))
+    count = 1 if whole else cdiv(steps, each)
     if count == 1:
         sums = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     else:

@@ -59,19 +59,18 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     A weight that is not dense is decoded to x's dtype some rows at a time, so the result is that of
     the dense matrix of the same numbers.
     """
-    on_host = backend(x.device) == HOST
+    on_host, same = backend(x.device) == HOST, same_bits.wanted()
     rows = x.shape[0]
-    few = 0 < rows <= limits.FEW_ROWS or (rows > 0 and on_host and same_bits.wanted())
-    if few and x.dtype != torch.float64 and x.dim() == 2:
+    if rows > 0 and (same or rows <= limits.FEW_ROWS) and x.dtype != torch.float64 and x.dim() == 2:
         if isinstance(weight, StackedWeight):
             return _stacked(x, weight, bias)
         if not isinstance(weight, torch.Tensor) and (matmul := weight.small_batch_matmul()):
-            product = matmul(x, weight)
+            product = matmul(x, weight) if on_host else _in_groups(x, weight, matmul)
             return product if bias is None else product.add_(bias)
-        if on_host:
+        if on_host or same:
             if isinstance(weight, torch.Tensor):
-                return _host_product(x, weight, bias)
-            return _by_slices(x, weight, bias, _host_product)
+                return _in_one_order(x, weight, bias)
+            return _by_slices(x, weight, bias, _in_one_order)
     if widens(x.device, x.dtype, x.shape[0]):
         return _by_slices(x, weight, bias, _WideProduct(x))
     if isinstance(weight, torch.Tensor):
@@ -112,7 +111,20 @@ def _by_slices(
     return x.new_empty(*x.shape[:-1], 0) if out is None else out
 
 
-def _host_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _in_groups(
+    x: torch.Tensor, weight: Weight, matmul: Callable[[torch.Tensor, Weight], torch.Tensor]
+) -> torch.Tensor:
+    """Multiply as many rows at a time as a kernel takes."""
+    if len(x) <= limits.FEW_ROWS:
+        return matmul(x, weight)
+    out = x.new_empty(len(x), weight.shape[0])
+    for rows, into in zip(x.split(limits.FEW_ROWS), out.split(limits.FEW_ROWS), strict=True):
+        into.copy_(matmul(rows, weight))
+    return out
+
+
+def _in_one_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear` with a dense weight, whose sums do not depend on the number of rows."""
     product = implementation("dense_matmul", x.device)(x, weight)
     return product if bias is None else product.add_(bias)
 

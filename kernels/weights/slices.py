@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from triforce_kernels import same_bits
 from triforce_kernels.limits import FEW_ROWS
 
 
@@ -23,8 +24,15 @@ def sliced_product(
 
 
 def tile_rows(x: torch.Tensor) -> int:
-    """Return how many rows of x a program multiplies at a time: a power of 2, limited by
-    registers.
+    """Return how many rows of x a program multiplies at a time: a power of 2. It is always the
+    same where a row is to have the same bits beside any others.
     """
-    most = FEW_ROWS if x.dtype != torch.float32 else 16
+    most = most_rows(x)
+    if same_bits.wanted():
+        return most
     return min(most, max(16, 1 << (x.shape[0] - 1).bit_length()))
+
+
+def most_rows(x: torch.Tensor) -> int:
+    """Return how many rows of x a program multiplies at a time, at most: registers limit them."""
+    return FEW_ROWS if x.dtype != torch.float32 else 16

@@ -36,14 +36,16 @@ from triforce_kernels.kv.rounding import round_chunks
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
 from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
-from triforce_kernels.limits import EXPERT_TILE
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, WHOLE_ROWS
 from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_rule
 from triforce_kernels.recurrent.gates import delta_gates, gated_norm
+from triforce_kernels.same_bits import same_bits
 from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import FUSED, BlockWeight, block_matmul, decode
+from triforce_kernels.weights.dense_triton import matmul
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.int4 import int4_matmul, quantise
 from triforce_kernels.weights.split_bf16 import decode as decode_split
@@ -157,6 +159,17 @@ ATTENTION = {
 
 
 def launch_attention(case: Attention) -> None:
+    with same_bits(wanted=True):
+        launch_passes(case, tree=False)
+        for count in (case.tokens, WHOLE_ROWS + 1):
+            query = torch.empty(case.kv_heads, case.group * count, case.head_dim, dtype=case.dtype)
+            keys = torch.empty(case.kv_heads, 1024, case.head_dim, dtype=case.dtype)
+            for seen in (None, 512):
+                attend_cache(query, keys, keys, count, 600, seen)
+    launch_passes(case, tree=True)
+
+
+def launch_passes(case: Attention, *, tree: bool) -> None:
     rows, dtype = case.group * case.tokens, case.dtype
     query = torch.empty(case.kv_heads, rows, case.head_dim, dtype=dtype)
     keys = torch.empty(2, case.kv_heads, 1024, case.head_dim, dtype=dtype)
@@ -167,9 +180,11 @@ def launch_attention(case: Attention) -> None:
     running = Running.of(query)
     attend_blocks(running, query, keys, keys, scores)
     tail = keys[0, :, : case.tokens + 7]
-    visible = torch.ones(case.tokens, case.tokens, dtype=torch.bool)
     running.fresh = False
     attend_tail(running, query, tail, tail, case.tokens, scores=scores)
+    if not tree:
+        return
+    visible = torch.ones(case.tokens, case.tokens, dtype=torch.bool)
     attend_tail(running, query, tail, tail, case.tokens, visible=visible, scores=scores)
     end = torch.zeros(1, dtype=torch.int64)
     attend_cache(query, keys[0], keys[0], case.tokens, end)
@@ -241,6 +256,8 @@ def launch_coded(dtype: torch.dtype) -> None:
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
+    for rows in (1, FEW_ROWS + 1):
+        matmul(empty(rows, 4096), empty(4096, 4096))
     for rows in (1, 17, 64):
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
     weight = encode(torch.zeros(64, 4096, dtype=torch.bfloat16))

@@ -9,7 +9,7 @@ from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import Layouts, split_layouts, stored_layouts
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import AUTO, DENSE, OFF, ON, SPLIT, EngineConfig
+from triforce_core.settings import AUTO, DENSE, OFF, SPLIT, EngineConfig
 from triforce_kernels.weights.block_types import NARROW, BlockType
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.memory_plan import MemoryPlan
@@ -54,7 +54,7 @@ def as_asked(
 
     Raises UsageError.
     """
-    sizes = replace(sizes, same_bits=_same_bits(config.same_bits, sizes))
+    sizes = _with_same_bits(config.same_bits, sizes)
     name = dtype_name(sizes.dtype)
     if config.kv == SPLIT and name != "bfloat16":
         raise UsageError(
@@ -167,11 +167,32 @@ def _streams(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool
         return True
 
 
-def _same_bits(asked: str, sizes: ModelSizes) -> bool:
-    """Return whether rows have the same bits in every forward. Raises UsageError."""
-    if asked == ON and not sizes.device.host_kernels:
+def _with_same_bits(asked: str, sizes: ModelSizes) -> ModelSizes:
+    """Return the sizes with whether rows have the same bits in every forward.
+
+    Kernels of a GPU give rows the same bits if they are asked to, since prompts take longer then.
+    They do so in chains, but not in trees, whose rows take the keys of a path from several places.
+
+    Raises UsageError.
+    """
+    device, method = sizes.device, sizes.method
+    if asked == OFF or (asked == AUTO and not device.host_kernels):
+        return sizes
+    if device.host_kernels:
+        return replace(sizes, same_bits=True)
+    if not device.kernels:
         raise UsageError(
-            "--same-bits on needs the compiled kernels of a CPU (`triforce env` says whether they "
-            "are there): on a GPU, and without them, rounding depends on the number of rows"
+            "--same-bits on needs the compiled kernels of a CPU or Triton on a GPU (`triforce env` "
+            "says whether they are there): without them rounding depends on the number of rows"
         )
-    return asked != OFF and sizes.device.host_kernels
+    if sizes.config.recurrent_layers:
+        raise UsageError(
+            "--same-bits on is not supported for recurrent layers on a GPU: their rounding depends "
+            "on the number of rows there"
+        )
+    if method.fixed_tree is not None:
+        raise UsageError(
+            f"--same-bits on and --tree {method.fixed_tree} cannot be combined on a GPU: rows of a "
+            "tree round differently there"
+        )
+    return replace(sizes, same_bits=True, method=replace(method, tree=OFF))

@@ -35,9 +35,10 @@ from triforce_core.plan.workspace import (
     graph_bytes,
     pass_bytes,
     reading_bytes,
+    running_bytes,
 )
 from triforce_core.settings import EXACT, INT4, OFF, SPLIT, MethodSettings
-from triforce_kernels.limits import ALIGNED_KEYS, FEW_ROWS
+from triforce_kernels.limits import ALIGNED_KEYS, FEW_ROWS, PARTS_BYTES, WHOLE_ROWS
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import coding_bytes, reader_bytes, rounding_bytes
@@ -150,9 +151,10 @@ class ModelSizes:
             embedding_bytes=weights.embedding.nbytes if weights.embedding else 0,
             reading_bytes=reading_bytes(
                 *(config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize),
-                by_host=self.same_bits,
+                by_host=self._by_host(PREFILL_CHUNK),
             )
             + self._product_bytes(read_at_once)
+            + self._divided_bytes(read_at_once)
             + coding_bytes(shape),
             pass_bytes=pass_bytes(
                 config,
@@ -166,6 +168,7 @@ class ModelSizes:
                 by_host=self.device.host_kernels,
             )
             + self._product_bytes(verified)
+            + self._divided_bytes(0)
             + coding_bytes(shape),
             kv=shape,
             kv_layers=config.kv_layers,
@@ -236,6 +239,17 @@ class ModelSizes:
         if self.device.widens:
             total += widened_bytes(config, tokens, largest)
         return total
+
+    def _divided_bytes(self, tokens: int) -> int:
+        """Return what kernels of a GPU take to give rows the same bits: sums of the parts of dense
+        products, and the splits of the attention of `tokens` tokens of a prompt.
+        """
+        if not self.same_bits or self.device.host_kernels:
+            return 0
+        attention = self.config.attention
+        whole = min(tokens, WHOLE_ROWS * attention.kv_heads // attention.heads)
+        splits = self.device.splits(attention.kv_heads)
+        return PARTS_BYTES + running_bytes(self.config, whole, splits)
 
     def _by_host(self, rows: int) -> bool:
         """Whether compiled kernels multiply so many rows by weights in any format."""

@@ -13,7 +13,6 @@ import torch
 from triforce_kernels.attention.attention import masses, with_sinks
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
-from triforce_kernels.limits import ALIGNED_KEYS
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
@@ -164,15 +163,11 @@ class PassAttention:
 
         visible: which of their own keys each row sees, if the rows are a tree
         """
-        # Attend to what all rows see as to a block, which uses more of the device, up to a place
-        # that does not depend on the number of rows.
-        seen = (key.shape[1] - self._tokens) // ALIGNED_KEYS * ALIGNED_KEYS
-        self.blocks(key[None, :, :seen], value[None, :, :seen])
         part = attend_tail(
             self._running,
             self._rows,
-            key[:, seen:],
-            value[:, seen:],
+            key,
+            value,
             self._tokens,
             visible=visible,
             scores=self._buffer,
