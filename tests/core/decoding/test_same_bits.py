@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import FAMILIES, PLACEMENTS, make_model, random_ids
+from same_bits_runs import alone, in_passes, in_trees, prefilled
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.contexts.context import Context, run_pass
+from triforce_core.decoding.contexts.context import run_pass
 from triforce_core.decoding.decoder import Ask
 from triforce_kernels import dispatch
 from triforce_kernels.dispatch import REFERENCE
@@ -36,57 +37,6 @@ def engine(path: Path, dtype: str, **options: object) -> Engine:
     drafts = {"method": "speculative", "draft": "ngram", "draft_tokens": 64}
     options = {"dtype": dtype, "max_context": 256, "block_tokens": BLOCK, **drafts, **options}
     return Engine.from_pretrained(path, device="cpu", **options)
-
-
-def prefilled(running: Engine, tokens: Sequence[int]) -> tuple[Context, torch.Tensor]:
-    context = Context(running.models)
-    return context, context.prefill(tokens, TEXT, lambda layer: None).logits
-
-
-def alone(running: Engine, text: Sequence[int]) -> torch.Tensor:
-    """The logits of the text after the prompt, one token at a time: [tokens, vocab]."""
-    context, logits = prefilled(running, text[:PROMPT])
-    rows = [logits]
-    for token in text[PROMPT:]:
-        rows.append(context.run(Ask(torch.tensor([token]), is_kept=True)))
-    context.close()
-    return torch.cat(rows)
-
-
-def in_passes(running: Engine, text: Sequence[int], rows: int) -> torch.Tensor:
-    """The same in passes of `rows` rows. Of every second one only a part is kept at first."""
-    context, logits = prefilled(running, text[:PROMPT])
-    found, place = [logits], PROMPT
-    while place < len(text):
-        tokens = torch.tensor(text[place : place + rows])
-        count = len(tokens) if len(found) % 2 else (len(tokens) + 1) // 2
-        found.append(context.run(Ask(tokens))[:count])
-        context.keep(range(count))
-        place += count
-    context.close()
-    return torch.cat(found)
-
-
-def in_trees(running: Engine, text: Sequence[int]) -> torch.Tensor:
-    """The same in trees of 24 rows, of which every third one goes on with the text."""
-    context, logits = prefilled(running, text[:PROMPT])
-    found, place, others = [logits], PROMPT, random_ids(24, seed=5)
-    while place < len(text):
-        line = text[place : place + 8]
-        path = [3 * index + 2 for index in range(len(line))]
-        tokens, parents = others[: path[-1] + 1], []
-        for row, token in zip(path, line, strict=True):
-            tokens[row] = token
-        for row in range(len(tokens)):
-            # Two rows that lead nowhere: the first follows the text, the second the first.
-            text_row = row // 3 * 3 - 1
-            parents.append(row - 1 if row % 3 == 1 else text_row)
-        logits = context.run(Ask(torch.tensor(tokens), tuple(parents)))
-        found.append(logits[path])
-        context.keep(path)
-        place += len(line)
-    context.close()
-    return torch.cat(found)
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +68,13 @@ def test_a_row_has_the_same_bits_in_every_forward(
 ) -> None:
     text = random_ids(TEXT, seed=1)
     with engine(models(family), dtype) as running:
-        expected = alone(running, text)
+        expected = alone(running, text, PROMPT)
         assert expected.std() > 1e-3, "it would be no test"
         different = {}
         for rows in ROWS:
-            found = in_passes(running, text, rows)
+            found = in_passes(running, text, PROMPT, rows)
             different[f"{rows} rows"] = (found != expected).any(1).sum().item()
-        different["trees"] = (in_trees(running, text) != expected).any(1).sum().item()
+        different["trees"] = (in_trees(running, text, PROMPT) != expected).any(1).sum().item()
         # Dynamic scaling rotates a longer prompt otherwise.
         for length in () if family == "dynamic-rope" else (PROMPT + 1, 100, TEXT):
             context, logits = prefilled(running, text[:length])
@@ -151,7 +101,7 @@ def test_wherever_weights_and_kv_are_and_in_every_lossless_format(models, family
     text, found = random_ids(TEXT, seed=2), {}
     for name, options in FORMATS.items():
         with engine(models(family), "bfloat16", **options) as running:
-            found[name] = in_passes(running, text, 5)
+            found[name] = in_passes(running, text, PROMPT, 5)
     different = [name for name, rows in found.items() if not torch.equal(rows, found["dense"])]
     assert not different
 
@@ -161,7 +111,7 @@ def test_beside_other_sequences_and_after_cuts(models, family: str) -> None:
     """Three sequences of different lengths in each pass; one is cut and goes on with the same."""
     text = random_ids(TEXT, seed=3)
     with engine(models(family), "float16", sequences=3) as running:
-        expected = alone(running, text)
+        expected = alone(running, text, PROMPT)
         lengths = (PROMPT, 71, 128)
         contexts = [prefilled(running, text[:length])[0] for length in lengths]
         for _ in range(3):
@@ -242,17 +192,19 @@ FAULTS = {
 def test_planted_faults_are_noticed(models, monkeypatch, fault: str) -> None:
     text = random_ids(TEXT, seed=1)
     with engine(models("llama"), "float32") as running:
-        expected = alone(running, text)
+        expected = alone(running, text, PROMPT)
         monkeypatch.setattr(*FAULTS[fault])
         dispatch._load.cache_clear()
-        assert not torch.equal(in_passes(running, text, 17), expected)
+        assert not torch.equal(in_passes(running, text, PROMPT, 17), expected)
     monkeypatch.undo()
     dispatch._load.cache_clear()
 
 
 def test_it_is_refused_where_it_cannot_hold(models, monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "_forced", REFERENCE)
-    with pytest.raises(UsageError, match="--same-bits on needs the compiled kernels of a CPU"):
+    with pytest.raises(
+        UsageError, match="--same-bits on needs the compiled kernels of a CPU or Triton on a GPU"
+    ):
         engine(models("llama"), "float32", same_bits="on")
     with engine(models("llama"), "float32") as running:
         assert not running.generate(random_ids(5), SamplingParams(2)).stats["same_bits"]
