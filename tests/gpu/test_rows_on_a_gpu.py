@@ -75,10 +75,9 @@ def test_wherever_weights_and_kv_are_and_in_every_lossless_format(tiny, family: 
         with engine(path, "bfloat16", **options) as running:
             found[name] = in_passes(running, text, PROMPT, 5)
     # Split weights are multiplied in another order than dense ones.
-    for base, names in (("dense", ("KV streamed", "weights streamed", "one block for all")),):
-        assert all(torch.equal(found[name], found[base]) for name in names)
-    assert torch.equal(found["split"], found["both streamed, split"])
-    assert torch.equal(found["blocks of 128, streamed"], found["dense"])
+    of = {name: "split" if "split" in name else "dense" for name in found}
+    different = [name for name, base in of.items() if not torch.equal(found[name], found[base])]
+    assert not different
 
 
 @pytest.mark.not_simulated("the interpreter would take too long")
