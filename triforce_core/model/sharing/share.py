@@ -126,6 +126,9 @@ class Share:
         """Return the share's part of a model's pieces. If its columns would cut blocks in two, the
         piece counts as dense.
         """
+        if self.ranks == 1:
+            # A file may have a matrix in fewer pieces than it is divided into.
+            return pieces
 
         def shared(name: str) -> list[tuple[int, BlockType | None]]:
             found = []
