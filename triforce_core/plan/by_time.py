@@ -8,6 +8,7 @@ from dataclasses import replace
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import split_layouts
 from triforce_core.params import SamplingParams
+from triforce_core.plan.formats import may_split_weights
 from triforce_core.plan.machine import Room
 from triforce_core.plan.simulation.acceptance_curve import (
     HEAD_ACCEPTANCE,
@@ -54,7 +55,7 @@ def fastest(
             fixed[name.removeprefix("fixed_")] = value
     if config.block_tokens is not None:
         fixed["block_tokens"] = config.block_tokens
-    auto = {"weights": config.weights, "kv": config.kv}
+    auto = {"weights": may_split_weights(sizes, config), "kv": config.kv == AUTO}
     return choose(
         Case(
             sizes.config,
@@ -68,7 +69,7 @@ def fastest(
             pieces if quantised else None,
             split=config.weights == SPLIT,
             split_kv=sizes.kv_split,
-            auto=frozenset(name for name, asked in auto.items() if asked == AUTO),
+            auto=frozenset(name for name, free in auto.items() if free),
             method=method,
             fixed=fixed,
             device=sizes.device,

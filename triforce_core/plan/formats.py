@@ -129,8 +129,7 @@ def with_split_unasked(
     *,
     alone: bool = True,
 ) -> ModelSizes:
-    """Return the sizes with "auto" weights and KV split if something would stream otherwise. Where
-    rows are to have the same bits in every forward, KV alone is.
+    """Return the sizes with "auto" weights and KV split if something would stream otherwise.
 
     Weights, and then KV, are split if they are "auto" and bfloat16, and if something would stream
     on a GPU with Triton's kernels.
@@ -141,16 +140,21 @@ def with_split_unasked(
     """
     # On a CPU, decoding a block takes longer than copying a dense one.
     kernels = sizes.device.gpu and sizes.device.kernels
-    # Split weights are multiplied in another order, so texts would depend on what streams.
-    may_split = config.weights == AUTO and not sizes.same_bits
     bfloat16 = dtype_name(sizes.dtype) == "bfloat16"
     if not kernels or not bfloat16 or not _streams(sizes, config, device_bytes):
         return sizes
-    if alone and may_split and not sizes.weights.decoded_numbers:
+    if alone and may_split_weights(sizes, config) and not sizes.weights.decoded_numbers:
         sizes = replace(sizes, layouts=split_layouts(sizes.config, sizes.dtype, unsplit))
     if config.kv == AUTO and _lets_kv_stream(sizes, config, device_bytes):
         sizes = replace(sizes, kv_split=True)
     return sizes
+
+
+def may_split_weights(sizes: ModelSizes, config: EngineConfig) -> bool:
+    """Return whether weights may be split unasked. Split weights are multiplied in another order,
+    so texts would depend on what streams, which rows with the same bits exclude.
+    """
+    return config.weights == AUTO and not sizes.same_bits
 
 
 def _lets_kv_stream(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool:
