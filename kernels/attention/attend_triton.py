@@ -88,25 +88,39 @@ def _in_tree(visible, token, drafted_key, drafted, real):
 
 
 @triton.jit
+def _on_path(passed, index):
+    """Return the columns of the keys that are number `index` on a path, [keys].
+
+    passed: how many keys of the path the columns up to each one hold, [columns]
+    """
+    return tl.sum((passed[None, :] <= index[:, None]).to(tl.int32), 1)
+
+
+@triton.jit
 def _attended(
-    q, acc, peak, total, key, value, visible, scores_of_rows, token, last, dim, real, wide,
-    begin, end, step, of_block, keys, drafted, window, shift, first, scale,
+    q, acc, peak, total, key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
+    begin, end, step, of_block, keys, drafted, before, window, shift, first, scale,
     k_block, k_key, v_block, v_key,
     KEYS: tl.constexpr, SIZE: tl.constexpr, MASS: tl.constexpr, MASKED: tl.constexpr,
-    TREE: tl.constexpr,
+    TREE: tl.constexpr, PATHS: tl.constexpr,
 ):  # fmt: skip
     """Return a state with the tiles begin, begin + step, ... before `end` added.
 
     key, value: those of one head
     scores_of_rows: pointers to each row's scores, [rows, 1]
     last: the last key that each row sees, if MASKED and not TREE
+    passed: see `_on_path`, if PATHS
     of_block: number of tiles of a block
+    before: number of keys before the drafted ones, if TREE or PATHS
     The others are those of `attend_kernel`.
     """
     for number in range(begin, end, step):
         within, block = number % of_block, (number // of_block).to(tl.int64)
-        column = within * KEYS - shift + tl.arange(0, KEYS)
-        inside = (column >= 0) & (column < keys)
+        place = within * KEYS - shift + tl.arange(0, KEYS)
+        inside = (place >= 0) & (place < keys)
+        column = place
+        if PATHS:
+            column = tl.where(place < before, place, before + _on_path(passed, place - before))
         there = inside[:, None] & wide[None, :]
         # Integers of 8 bits are exact in every dtype of queries.
         k = _tile(key + block * k_block, k_key, column, dim, there).to(q.dtype)
@@ -114,15 +128,15 @@ def _attended(
         seen = inside[None, :]
         if MASKED:
             if TREE:
-                seen &= _in_tree(visible, token, column - (keys - drafted), drafted, real)
+                seen &= _in_tree(visible, token, place - before, drafted, real)
             else:
-                seen &= column[None, :] <= last[:, None]
-                seen &= column[None, :] > last[:, None] - window
+                seen &= place[None, :] <= last[:, None]
+                seen &= place[None, :] > last[:, None] - window
         scores_at, kept = scores_of_rows, real[:, None]
         if SIZE > 0:
             part = within * (KEYS // SIZE) + tl.arange(0, KEYS // SIZE)
-            place = first + block * ((keys + SIZE - 1) // SIZE) + part
-            scores_at = scores_of_rows + place[None, :]
+            chunk = first + block * ((keys + SIZE - 1) // SIZE) + part
+            scores_at = scores_of_rows + chunk[None, :]
             kept = real[:, None] & (part * SIZE < keys)[None, :]
         acc, peak, total = _step(
             q, k, v, seen, scale, acc, peak, total, scores_at, kept, SIZE, MASS
@@ -142,23 +156,30 @@ def attend_kernel(
     rows, blocks, tokens, drafted, window, parts, tile, shift, first, fresh, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, MASS: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr,
-    ON_DEVICE: tl.constexpr, CONTINUES: tl.constexpr, WHOLE: tl.constexpr,
+    PATHS: tl.constexpr, ON_DEVICE: tl.constexpr, CONTINUES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend to those tiles of some keys that belong to a split: tile number n of a text belongs to
     split n % parts.
 
     end: number of keys of each block, of which all queries see all; if MASKED, of the keys before
         the queries' own `tokens` ones, which end the only block
-    drafted: number of keys at the end in `visible`, if TREE
+    drafted: number of keys at the end in `visible`, if TREE or PATHS
     window: number of keys that a query sees, its own included, if MASKED and not TREE
     tile, shift: number of the first tile, and how many keys of it precede the first key
     first: index of the first chunk in `chunk_scores`
     CONTINUES, fresh: whether there may be a state already, and whether there is none
+    TREE: whether the rows are a tree, and see what `visible` says
+    PATHS: 0, or at least `drafted`: the rows are a tree too, and a program has those of one token,
+        to which the keys of its path are as those of a chain
     WHOLE: whether each program has all splits, one after the other, and no state
     """
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    if PATHS:
+        # The heads of one token.
+        own_token = tl.program_id(2) % tokens
+        row = (tl.program_id(2) // tokens * ROWS + tl.arange(0, ROWS)) * tokens + own_token
     dim = tl.arange(0, WIDTH)
     real, wide = row < rows, dim < DIM
     here = real[:, None] & wide[None, :]
@@ -168,14 +189,22 @@ def attend_kernel(
     scores_of_rows = chunk_scores + head * s_head + row[:, None].to(tl.int64) * s_row
     keys = tl.load(end).to(tl.int32) if ON_DEVICE else end
     token, last, from_tile = row % tokens if MASKED else row, row, 0
+    passed, before = row, keys
     if MASKED:
-        last = keys + token
+        last, before = keys + token, keys + tokens - drafted
+        keys += tokens
+        if PATHS:
+            own = tl.arange(0, PATHS)
+            place = visible + own_token * drafted + own
+            marks = tl.load(place, mask=own < drafted, other=0).to(tl.int32)
+            passed = tl.cumsum(marks, 0)
+            keys = before + tl.sum(marks, 0)
+            last = row * 0 + keys - 1
         if not TREE:
             # Tiles that no row of the program sees change nothing.
-            seen_first = keys + tl.min(tl.where(real, token, tokens), 0) + 1 - window
+            seen_first = tl.min(tl.where(real, last, keys), 0) + 1 - window
             from_tile = (tl.maximum(seen_first, 0) + shift) // KEYS
-        limit = keys + tokens if TREE else tl.max(tl.where(real, last, 0), 0) + 1
-        keys += tokens
+        limit = keys if TREE else tl.max(tl.where(real, last, 0), 0) + 1
         to_tile = (limit + shift + KEYS - 1) // KEYS
         # There is one block.
         of_block = to_tile
@@ -191,10 +220,10 @@ def attend_kernel(
             own_a, own_m, own_s = _attended(
                 q, tl.zeros([ROWS, WIDTH], tl.float32),
                 tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
-                key, value, visible, scores_of_rows, token, last, dim, real, wide,
+                key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
                 from_tile + (each + parts - begins % parts) % parts, to_tile, parts, of_block,
-                keys, drafted, window, shift, first, scale, k_block, k_key, v_block, v_key,
-                KEYS, SIZE, MASS, MASKED, TREE,
+                keys, drafted, before, window, shift, first, scale, k_block, k_key, v_block,
+                v_key, KEYS, SIZE, MASS, MASKED, TREE, PATHS,
             )  # fmt: skip
             a, m, s = _joined(a, m, s, own_a, own_m, own_s)
         _finished(out, lse, a, m, s, head * rows + row, dim, real, here, DIM)
@@ -208,10 +237,10 @@ def attend_kernel(
             a = tl.load(acc + spread, mask=here & known, other=0.0)
         a, m, s = _attended(
             q, a, m, s,
-            key, value, visible, scores_of_rows, token, last, dim, real, wide,
+            key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
             from_tile + (split + parts - begins % parts) % parts, to_tile, parts, of_block,
-            keys, drafted, window, shift, first, scale, k_block, k_key, v_block, v_key,
-            KEYS, SIZE, MASS, MASKED, TREE,
+            keys, drafted, before, window, shift, first, scale, k_block, k_key, v_block, v_key,
+            KEYS, SIZE, MASS, MASKED, TREE, PATHS,
         )  # fmt: skip
         tl.store(peak + state, m, mask=real)
         tl.store(total + state, s, mask=real)

@@ -121,7 +121,7 @@ def cache(
     visible: torch.Tensor | None,
 ) -> Partial:
     """`streaming.attend_cache`."""
-    if visible is not None and window is not None:
+    if visible is not None and window is not None and not same_bits.wanted():
         return reference_cache(query, key, value, tokens, end, window, first, visible)
     rows, head_dim = query.shape[1:]
     # A tile of more rows of a tree would spill.
@@ -198,15 +198,23 @@ def _launch(
     """
     kv_heads, rows, head_dim = query.shape
     chunk_scores, size, mass = state[1], 0, False
+    tree, paths, tiles = visible is not None, 0, cdiv(rows, t.rows)
+    if visible is not None and same_bits.wanted():
+        # Rows take the keys of their path in the order of a chain.
+        tree, paths, tiles = (
+            False,
+            next_power_of_2(visible.shape[1]),
+            tokens * cdiv(rows // tokens, t.rows),
+        )
     if scores is not None:
         chunk_scores, size, mass = scores.out, scores.size, scores.mass
-    attend_kernel[(kv_heads, 1 if whole else parts, cdiv(rows, t.rows))](
+    attend_kernel[(kv_heads, 1 if whole else parts, tiles)](
         query, key, value, *state, chunk_scores,
         query if visible is None else visible.view(torch.uint8), end,
         *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *chunk_scores.stride()[:2],
         rows, len(key), tokens, tokens if visible is None else visible.shape[1], window, parts,
         tile, shift, scores.first if scores else 0, int(fresh), head_dim**-0.5,
-        KEYS=t.keys, SIZE=size, MASS=mass, MASKED=tokens > 0, TREE=visible is not None,
+        KEYS=t.keys, SIZE=size, MASS=mass, MASKED=tokens > 0, TREE=tree, PATHS=paths,
         ON_DEVICE=isinstance(end, torch.Tensor), CONTINUES=continues, WHOLE=whole,
         num_warps=t.warps, num_stages=t.stages, **_sizes(t.rows, head_dim),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import PLACEMENTS, random_ids
-from same_bits_runs import alone, in_passes, prefilled
+from same_bits_runs import alone, in_passes, in_trees, prefilled
 from simulated_gpu import REAL
 
 from triforce_core import Engine, SamplingParams
@@ -46,6 +46,7 @@ def test_a_row_has_the_same_bits_in_every_forward(tiny, family: str, dtype: str)
         for rows in ROWS:
             found = in_passes(running, text, PROMPT, rows)
             different[f"{rows} rows"] = (found != expected).any(1).sum().item()
+        different["trees"] = (in_trees(running, text, PROMPT) != expected).any(1).sum().item()
         for length in (PROMPT + 1, TEXT):
             context, logits = prefilled(running, text[:length])
             context.close()
@@ -102,6 +103,8 @@ def test_beside_other_sequences_and_after_cuts(tiny) -> None:
 RETRIEVAL = {"method": "triforce", "budget": 64}
 RUNS = {
     "chains": {},
+    "trees": {"tree": 16},
+    "trees of the retrieval level": {**RETRIEVAL, "tree": 24, "placement": PLACEMENTS["kv"]},
     "retrieval level": {**RETRIEVAL, "placement": PLACEMENTS["kv"]},
     "retrieval level over int4 copies": {**RETRIEVAL, "placement": PLACEMENTS["int4"]},
 }
@@ -125,9 +128,6 @@ def test_texts_do_not_depend_on_what_drafts(tiny, dtype: str, temperature: float
 
 
 def test_it_is_refused_where_it_cannot_hold(tiny) -> None:
-    path, _ = tiny("llama")
-    with pytest.raises(UsageError, match="--same-bits on and --tree 8 cannot be combined"):
-        engine(path, HALF, tree=8)
     path, _ = tiny("qwen3_5")
     with pytest.raises(UsageError, match="not supported for recurrent layers on a GPU"):
         engine(path, HALF)

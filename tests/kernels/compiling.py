@@ -160,16 +160,22 @@ ATTENTION = {
 
 def launch_attention(case: Attention) -> None:
     with same_bits(wanted=True):
-        launch_passes(case, tree=False)
+        launch_passes(case)
         for count in (case.tokens, WHOLE_ROWS + 1):
             query = torch.empty(case.kv_heads, case.group * count, case.head_dim, dtype=case.dtype)
             keys = torch.empty(case.kv_heads, 1024, case.head_dim, dtype=case.dtype)
             for seen in (None, 512):
                 attend_cache(query, keys, keys, count, 600, seen)
-    launch_passes(case, tree=True)
+    query, visible = launch_passes(case)
+    # Of a retrieval cache.
+    whole = torch.empty(case.kv_heads, 1024, case.head_dim, dtype=torch.int8)
+    end = torch.zeros(1, dtype=torch.int64)
+    attend_cache(query, whole, whole, case.tokens, end)
+    attend_cache(query, whole, whole, case.tokens, end, visible=visible)
 
 
-def launch_passes(case: Attention, *, tree: bool) -> None:
+def launch_passes(case: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the queries, and which of their keys they see as a tree."""
     rows, dtype = case.group * case.tokens, case.dtype
     query = torch.empty(case.kv_heads, rows, case.head_dim, dtype=dtype)
     keys = torch.empty(2, case.kv_heads, 1024, case.head_dim, dtype=dtype)
@@ -182,16 +188,12 @@ def launch_passes(case: Attention, *, tree: bool) -> None:
     tail = keys[0, :, : case.tokens + 7]
     running.fresh = False
     attend_tail(running, query, tail, tail, case.tokens, scores=scores)
-    if not tree:
-        return
     visible = torch.ones(case.tokens, case.tokens, dtype=torch.bool)
     attend_tail(running, query, tail, tail, case.tokens, visible=visible, scores=scores)
     end = torch.zeros(1, dtype=torch.int64)
     attend_cache(query, keys[0], keys[0], case.tokens, end)
-    whole = torch.empty(keys[0].shape, dtype=torch.int8)
-    attend_cache(query, whole, whole, case.tokens, end)
     attend_cache(query, keys[0], keys[0], case.tokens, end, visible=visible)
-    attend_cache(query, whole, whole, case.tokens, end, visible=visible)
+    return query, visible
 
 
 def launch_others(dtype: torch.dtype) -> None:

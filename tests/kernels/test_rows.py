@@ -118,6 +118,42 @@ def test_attention_through_a_window(draw, dtype, window: int) -> None:
         assert_same(text.cached(first, end, window, hidden), expected, first, end)
 
 
+def _tree(paths: list[list[int]]) -> torch.Tensor:
+    """Which rows each row of a tree sees, [rows, rows]. paths: rows of each row's path"""
+    visible = torch.zeros(len(paths), len(paths), dtype=torch.bool, device=DEVICE)
+    for row, path in enumerate(paths):
+        visible[row, path] = True
+    return visible
+
+
+# Every third row goes on with the text, as in a tree with two other children of each.
+CHAIN = list(range(2, 30, 3))
+PATHS = [[*(each for each in CHAIN if each < row), row] for row in range(30)]
+
+
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_attention_of_a_tree(draw, dtype, window: int | None) -> None:
+    """Its rows that continue the text, in a cache and in a tail."""
+    text = Text(draw, dtype)
+    expected = text.alone(window)
+    queries, whole = draw(KV_HEADS, GROUP, 30, HEAD_DIM, dtype=dtype), []
+    queries[:, :, CHAIN] = text.queries[:, :, :10]
+    before = KEYS - TOKENS
+    for each in (text.keys, text.values):
+        drafted = draw(KV_HEADS, 30, HEAD_DIM, dtype=dtype)
+        drafted[:, CHAIN] = each[:, before : before + 10]
+        whole.append(torch.cat((each[:, :before], drafted), 1))
+    query, visible = queries.flatten(1, 2), _tree(PATHS)
+    part = _unpacked(attend_cache(query, *whole, 30, before, window, visible=visible))
+    assert torch.equal(part.out[:, :, CHAIN], expected.out[:, :, :10])
+    if window is None:
+        running = Running.of(query)
+        attend_blocks(running, query, *(each[None, :, :192] for each in whole))
+        tail = [each[:, 192:] for each in whole]
+        part = _unpacked(attend_tail(running, query, *tail, 30, visible=visible))
+        assert torch.equal(part.out[:, :, CHAIN], expected.out[:, :, :10])
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_attention_of_a_prompt(draw, dtype, monkeypatch, window: int | None) -> None:
     """Without a state of splits, too."""

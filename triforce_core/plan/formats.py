@@ -178,28 +178,20 @@ def _with_same_bits(asked: str, sizes: ModelSizes) -> ModelSizes:
     """Return the sizes with whether rows have the same bits in every forward.
 
     Kernels of a GPU give rows the same bits if they are asked to, since prompts take longer then.
-    They do so in chains, but not in trees, whose rows take the keys of a path from several places.
 
     Raises UsageError.
     """
-    device, method = sizes.device, sizes.method
+    device = sizes.device
     if asked == OFF or (asked == AUTO and not device.host_kernels):
         return sizes
-    if device.host_kernels:
-        return replace(sizes, same_bits=True)
-    if not device.kernels:
+    if not (device.host_kernels or device.kernels):
         raise UsageError(
             "--same-bits on needs the compiled kernels of a CPU or Triton on a GPU (`triforce env` "
             "says whether they are there): without them rounding depends on the number of rows"
         )
-    if sizes.config.recurrent_layers:
+    if device.kernels and sizes.config.recurrent_layers:
         raise UsageError(
             "--same-bits on is not supported for recurrent layers on a GPU: their rounding depends "
             "on the number of rows there"
         )
-    if method.fixed_tree is not None:
-        raise UsageError(
-            f"--same-bits on and --tree {method.fixed_tree} cannot be combined on a GPU: rows of a "
-            "tree round differently there"
-        )
-    return replace(sizes, same_bits=True, method=replace(method, tree=OFF))
+    return replace(sizes, same_bits=True)
