@@ -88,8 +88,8 @@ _PATHS: dict[str, tuple[str, ...]] = {
         "recurrent.delta_triton.rule",
         "host.recurrent.rule",
     ),
+    "delta_chunks": (_CHUNKS, "recurrent.chunks_triton.chunks", "host.recurrent.chunks"),
     # On a GPU these are PyTorch's operations too.
-    "delta_chunks": (_CHUNKS, _CHUNKS, "host.recurrent.chunks"),
     "fold_rows": (_FOLD, _FOLD, "host.recurrent.fold"),
     "distribution": (
         "sampling.sampling.reference_distribution",

@@ -12,39 +12,11 @@ import triton.language as tl
 
 from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.recurrent.delta import EPS, DeltaRows, LeftRows
+from triforce_kernels.recurrent.heads_triton import heads_of, product, scale_of
 
 # Rows and columns that a program computes; numbers of a key, and earlier rows, that it reads at
 # once.
 _ROWS, _COLUMNS, _NUMBERS, _EARLIER = 16, 32, 32, 32
-
-
-@triton.jit
-def _product(left, right):
-    """Multiply matrices of float32 without rounding them to TF32."""
-    return tl.dot(left, right, input_precision="ieee")
-
-
-@triton.jit
-def _scale(
-    base, stride, row, real, KEY: tl.constexpr, NUMBERS: tl.constexpr, EPSILON: tl.constexpr
-):  # fmt: skip
-    """Return what gives heads of rows length 1, [rows]."""
-    squares = tl.zeros([row.shape[0]], dtype=tl.float32)
-    for start in range(0, KEY, NUMBERS):
-        number = start + tl.arange(0, NUMBERS)
-        here = real[:, None] & (number < KEY)[None, :]
-        part = tl.load(base + row[:, None] * stride + number[None, :], mask=here, other=0.0)
-        part = part.to(tl.float32)
-        squares += tl.sum(part * part, 1)
-    return tl.rsqrt(squares + EPSILON)
-
-
-@triton.jit
-def _heads(base, stride, row, real, number, scale, KEY: tl.constexpr):
-    """Load some numbers of heads of rows, normed and scaled, [rows, numbers] float32."""
-    here = real[:, None] & (number < KEY)[None, :]
-    part = tl.load(base + row[:, None] * stride + number[None, :], mask=here, other=0.0)
-    return part.to(tl.float32) * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["rows", "first", "before"])
@@ -68,8 +40,8 @@ def _rule_kernel(
     real, real_column = row < rows, column < VALUE
     here = real[:, None] & real_column[None, :]
     begin = tl.load(first) if ON_DEVICE else first
-    by_key = _scale(keys, k_row, row, real, KEY, NUMBERS, EPSILON)
-    by_query = _scale(queries, q_row, row, real, KEY, NUMBERS, EPSILON) * scale
+    by_key = scale_of(keys, k_row, row, real, KEY, NUMBERS, EPSILON)
+    by_query = scale_of(queries, q_row, row, real, KEY, NUMBERS, EPSILON) * scale
     decay = tl.load(decays + row * d_row + head, mask=real, other=0.0)
     rate = tl.load(rates + row * r_row + head, mask=real, other=0.0)
     # Logarithms of what is left, at each row, of what was there before all rows.
@@ -84,16 +56,16 @@ def _rule_kernel(
     looks = tl.zeros([ROWS, ROWS], dtype=tl.float32)
     for start in range(0, KEY, NUMBERS):
         number = start + tl.arange(0, NUMBERS)
-        key = _heads(keys, k_row, row, real, number, by_key, KEY)
-        query = _heads(queries, q_row, row, real, number, by_query, KEY)
+        key = heads_of(keys, k_row, row, real, number, by_key, KEY)
+        query = heads_of(queries, q_row, row, real, number, by_query, KEY)
         states = tl.load(
             state + head * (KEY * VALUE) + number[:, None] * VALUE + column[None, :],
             mask=(number < KEY)[:, None] & real_column[None, :], other=0.0,
         )  # fmt: skip
-        target += _product(key, states)
-        result += _product(query, states)
-        system += _product(key, tl.trans(key))
-        looks += _product(query, tl.trans(key))
+        target += product(key, states)
+        result += product(query, states)
+        system += product(key, tl.trans(key))
+        looks += product(query, tl.trans(key))
         if (part == 0) & (head % group == 0):
             tl.store(
                 left_keys + (begin + row)[:, None] * KEY + number[None, :],
@@ -129,14 +101,14 @@ def _rule_kernel(
                 left_keys + place[None, :] * KEY + number[:, None],
                 mask=(number < KEY)[:, None] & known[None, :], other=0.0,
             )  # fmt: skip
-            keyed += _product(_heads(keys, k_row, row, real, number, by_key, KEY), across)
-            looked += _product(_heads(queries, q_row, row, real, number, by_query, KEY), across)
+            keyed += product(heads_of(keys, k_row, row, real, number, by_key, KEY), across)
+            looked += product(heads_of(queries, q_row, row, real, number, by_query, KEY), across)
         update = tl.load(
             left_updates + place[:, None] * VALUE + column[None, :],
             mask=known[:, None] & real_column[None, :], other=0.0,
         )  # fmt: skip
-        target -= _product(keyed * weight, update)
-        result += _product(looked * weight, update)
+        target -= product(keyed * weight, update)
+        result += product(looked * weight, update)
     if TREE:
         pair = real[:, None] & real[None, :]
         follows = tl.load(visible + row[:, None] * rows + row[None, :], mask=pair, other=0) != 0
@@ -151,7 +123,7 @@ def _rule_kernel(
         line = tl.sum(tl.where(inside[:, None] == index, system, 0.0), 0)
         change = tl.sum(line[:, None] * update, 0)
         update = tl.where(inside[:, None] == index, update - change[None, :], update)
-    result += _product(looks * weight, update)
+    result += product(looks * weight, update)
     tl.store(out + (row[:, None] * heads + head) * VALUE + column[None, :], result, mask=here)
     tl.store(left_updates + (begin + row)[:, None] * VALUE + column[None, :], update, mask=here)
     if part == 0:

@@ -38,7 +38,7 @@ from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
 from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
 from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, WHOLE_ROWS
 from triforce_kernels.recurrent.conv import Convolution, convolve
-from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_rule
+from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_chunks, delta_rule
 from triforce_kernels.recurrent.gates import delta_gates, gated_norm
 from triforce_kernels.same_bits import same_bits
 from triforce_kernels.sampling.sampling import accept, distribution, pick
@@ -241,6 +241,9 @@ def launch_recurrent(dtype: torch.dtype) -> None:
     for bias, lineage in ((None, None), (weight[:, 0, 0].contiguous(), torch.zeros(17, 4).long())):
         convolve(inputs, Convolution(weight, bias, bias is None), lineage)
     state, left = torch.empty(48, 128, 128), torch.empty(48, 128, 128)
+    heads = torch.empty(64, 80, 128, dtype=dtype).split((16, 16, 48), 1)
+    gates = torch.empty(2, 64, 48)
+    delta_chunks(DeltaRows(*heads, *gates), state, 32)
     for count, first in ((1, torch.zeros(1, dtype=torch.int64)), (17, 5), (65, 5)):
         heads = torch.empty(count, 80, 128, dtype=dtype).split((16, 16, 48), 1)
         joint, each = torch.empty(count, 96, dtype=dtype), torch.empty(48)

@@ -111,12 +111,13 @@ def test_any_path_of_a_tree_folds_to_the_recurrence_over_it(backend, draw, shape
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("count", "chunk"), [(32, 32), (96, 32), (48, 16)])
-def test_chunks_are_the_recurrence(draw, shape, count, chunk) -> None:
+@pytest.mark.parametrize(("count", "chunk"), [(32, 32), (96, 32), (48, 16), (24, 8)])
+@pytest.mark.parametrize("dtype", INTERPRETED)
+def test_chunks_are_the_recurrence(backend, draw, shape, count, chunk, dtype) -> None:
     state = draw(shape[1], shape[2], shape[3]) / 4
-    rows = drawn_rows(draw, count, shape, torch.float32)
+    rows = drawn_rows(draw, count, shape, dtype)
     exact, states = one_by_one(rows, state, list(range(-1, count - 1)))
-    assert_near(delta_chunks(rows, state, chunk), exact, TOLERANCE[torch.float32])
+    assert_near(delta_chunks(rows, state, chunk), exact, TOLERANCE[dtype])
     assert_near(state, states[-1], TOLERANCE[torch.float32])
 
 
