@@ -6,6 +6,7 @@ retrieval level, with weights and KV that stream, and eight texts at once.
 
     python scripts/checks same_bits --model-in bfloat16
     python scripts/checks same_bits --model-in stored
+    python scripts/checks same_bits --device cuda:0 --prompts 10 --result NAME
     TRIFORCE_KERNELS=reference python scripts/checks same_bits --prompts 20 --result NAME
 
 The last one shows what the compiled kernels are for: without them, texts may differ. Writes
@@ -44,12 +45,15 @@ def ways() -> dict[str, dict[str, Any]]:
 
 def measure(args: argparse.Namespace) -> Iterator[Figures]:
     model = Path(args.model) if args.model else model_file()
-    options = {"device": "cpu", "threads": args.threads, "accept": "coupled"}
+    options = {"device": args.device, "threads": args.threads, "accept": "coupled"}
+    # On a GPU rows have the same bits only if they are asked to.
+    options |= {} if args.device == "cpu" else {"same_bits": "on"}
     options |= MODELS[args.model_in] | {"max_context": LONGEST_PROMPT + args.tokens}
     with Engine.from_pretrained(model, **options, **PLAIN) as engine:
         prompts = prompts_of(engine, args.prompts)
         holds = engine.generate(prompts[0], SamplingParams(1)).stats["same_bits"]
-        yield {"model": model.name, "model_in": args.model_in, "same_bits": holds}
+        about = {"model": model.name, "model_in": args.model_in, "device": args.device}
+        yield about | {"same_bits": holds}
         every = range(len(prompts))
         plain = {name: texts(engine, prompts, every, name, args.tokens) for name in SETTINGS}
     for index, (way, more) in enumerate(ways().items()):
@@ -103,6 +107,7 @@ main = Benchmark(
     measure,
     (
         Option("--model", "", "a GGUF file or a directory; by default SmolLM2-135M"),
+        Option("--device", "cpu", "cpu or a GPU, such as cuda:0"),
         Option("--model-in", "bfloat16", "how weights are kept", choices=tuple(MODELS)),
         Option("--prompts", 100, "number of prompts"),
         Option("--tokens", 256, "new tokens of each text"),
