@@ -17,6 +17,10 @@ _UNITS = {
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
+# Fewer bytes than this need a unit: a number of gibibytes is meant.
+_LEAST_BYTES = 1024
+
+
 def parse_bytes(text: str | int) -> int:
     """Return the bytes of `"22GiB"`, `"22g"` (equal), `"500MB"`, `"4096"` or an int. Raises
     UsageError.
@@ -28,6 +32,8 @@ def parse_bytes(text: str | int) -> int:
         if match is None or match[2].lower() not in _UNITS:
             raise UsageError(f"{text!r} is not a size; write it like 22GiB, 512MiB or 4096")
         size = int(float(match[1]) * _UNITS[match[2].lower()])
+        if not match[2] and 0 < size < _LEAST_BYTES:
+            raise UsageError(f"{text!r} has no unit: write it like {text}GiB")
     if size <= 0:
         raise UsageError(f"a size must be positive, got {text!r}")
     return size

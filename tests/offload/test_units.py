@@ -32,7 +32,9 @@ def test_of_a_gpu_something_is_left_for_what_nobody_asks_for() -> None:
     assert lendable_bytes(100 << 20, 0) == 0
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "22 GB/s", "-1GiB", "0", "1e3", "22gigs", 0, -5, True])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "22 GB/s", "-1GiB", "0", "1e3", "22gigs", "24", 0, -5, True]
+)
 def test_what_is_no_size(text) -> None:
     with pytest.raises(UsageError):
         parse_bytes(text)

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TriforceError as error:
         if args.debug:
             raise
-        say(f"triforce: {error}", ERROR)
+        say(f"triforce: {args.parser.as_typed(str(error), argv)}", ERROR)
         return error.exit_code
 
 

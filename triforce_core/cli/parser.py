@@ -16,6 +16,10 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.+)\)")
 _INVALID = re.compile(r"invalid (\w+) value: ('.*')")
 
 
+# The name of a setting, and what is wrong with it: it must be something, or its value is named.
+_SETTING = re.compile(r"(\w+) (must .*|['\d].*)", re.DOTALL)
+
+
 # A parser, or a group of its options.
 Options = argparse._ActionsContainer
 
@@ -51,6 +55,19 @@ class Parser(argparse.ArgumentParser):
             message = f"{message[: invalid.start()]}{invalid[2]} is not {kind}"
         say(f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help", ERROR)
         self.exit(2)
+
+    def as_typed(self, message: str, argv: Sequence[str]) -> str:
+        """Return an error that begins with a setting's name with its option there, in the form that
+        the command line has.
+        """
+        setting = _SETTING.match(message)
+        name, rest = setting.groups() if setting else ("", message)
+        for action in self._actions:
+            if action.dest == name and action.option_strings:
+                given = {each.partition("=")[0] for each in argv}
+                typed = [flag for flag in action.option_strings if flag in given]
+                return f"{(typed or action.option_strings)[0]} {rest}"
+        return message
 
     def parse_args(self, args=None, namespace=None):
         """Parse arguments as argparse does. Each command reports its own unknown arguments."""

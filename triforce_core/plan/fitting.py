@@ -180,10 +180,12 @@ def with_what_fits(
     if budget is not None and refusal(context) is None:
         remedy = f"it fits{without}"
     elif (shortest := refusal(least)) is not None:
-        remedy = (
-            f"no context fits: {least} tokens{without} need {in_units(shortest.needed_bytes)} of "
-            f"{'host' if 'host memory' in shortest.what else 'device'} memory"
-        )
+        remedy = "no context fits"
+        if shortest.needed_bytes != refused.needed_bytes:
+            remedy += (
+                f": {least} tokens{without} need {in_units(shortest.needed_bytes)} of "
+                f"{'host' if 'host memory' in shortest.what else 'device'} memory"
+            )
     else:
         low, high = least, context
         while low + 1 < high:

@@ -117,3 +117,25 @@ def test_what_the_hub_refuses_is_told(monkeypatch, capsys, said: str, told: str)
     assert (code, out, err.count("\n")) == (4, "", 1)
     assert err.startswith("triforce: cannot download owner/name from the hub: ")
     assert told in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0"], "-n must be 1 or more, got 0"),
+        (["--max-new-tokens=0"], "--max-new-tokens must be 1 or more, got 0"),
+        (["--temperature", "-1"], "--temperature must be a finite number, 0 or more, got -1.0"),
+        (["--device-memory", "10"], "'10' has no unit: write it like 10GiB"),
+    ],
+)
+def test_errors_name_what_was_typed(speaking, capsys, arguments: list[str], said: str) -> None:
+    code, _, err = run(capsys, "generate", speaking, "-p", "x", *arguments)
+    assert code == 2
+    assert err.endswith(f"triforce: {said}\n")
+
+
+def test_an_unknown_model_is_refused_before_an_empty_message(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("triforce_core.cli.run.command.read_stdin", str)
+    code, _, err = run(capsys, "run", "nosuch")
+    assert code == 2
+    assert "no file or directory nosuch" in err

@@ -50,7 +50,7 @@ def chat(args: argparse.Namespace) -> int:
 def converse(args: argparse.Namespace, lines: Callable[[], Lines | OneMessage]) -> int:
     """Process turns until the input ends. Return the exit code.
 
-    lines: opens the input, once the model is loaded
+    lines: opens the input, once the model is known
     """
     if (code := followed(quiet=args.quiet)) is not None:
         return code
@@ -73,6 +73,7 @@ def converse(args: argparse.Namespace, lines: Callable[[], Lines | OneMessage]) 
         positions = model.checkpoint.config.positions
         if config.max_context is None:
             config = replace(config, max_context=min(positions, DEFAULT_CONTEXT))
+        opened = lines()
         from triforce_core.engine import Engine
 
         engine = stack.enter_context(Engine.from_pretrained(model, config, progress=bars.update))
@@ -84,7 +85,7 @@ def converse(args: argparse.Namespace, lines: Callable[[], Lines | OneMessage]) 
         session = ChatSession(engine, params, messages, variables=variables(args.reasoning))
         if args.load:
             say(f"{session.load(args.load)} tokens of context loaded")
-        return Chat(session, lines(), args).run()
+        return Chat(session, opened, args).run()
 
 
 class Chat:
@@ -231,6 +232,7 @@ class Chat:
     def _clear(self, system: str | None) -> None:
         self._session.clear(system)
         self._last = None
+        say("a new conversation" + (" with this system prompt" if system else ""))
 
     def _save(self, path: str) -> None:
         say(f"{self._session.save(_needed(path, '/save FILE')):,} tokens of context saved")

@@ -15,5 +15,4 @@ def run(args: argparse.Namespace) -> int:
     args.load, args.commands = None, False
     if args.prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return converse(args, Lines)
-    message = OneMessage(read_stdin() if args.prompt is None else args.prompt)
-    return converse(args, lambda: message)
+    return converse(args, lambda: OneMessage(read_stdin() if args.prompt is None else args.prompt))

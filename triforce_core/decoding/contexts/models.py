@@ -134,7 +134,7 @@ class Models:
         if any(dropped.level == "retrieval" for dropped in self.dropped):
             return "it never paid"
         if not self.runtime.streams:
-            return "nothing streams"
+            return "nothing streams, and it would read the same weights as a pass"
         if not self.runtime.plan.placement.streamed_layers:
             return "there is no room for it"
         if self.method.draft_weights == EXACT:

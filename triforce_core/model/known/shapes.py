@@ -300,7 +300,7 @@ def read_model(name: str) -> Shape:
     if not path.exists():
         raise UsageError(
             f"{name!r} is no file, no directory and none of the known models; "
-            f"{nearest(known, SHAPES)} (known: {', '.join(SHAPES)})"
+            f"{nearest(known, SHAPES)} (`triforce plan --help` names all)"
         )
     return _of_config(read_json(path))
 
