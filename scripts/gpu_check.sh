@@ -9,6 +9,8 @@
 #     LARGE=1 bash scripts/gpu_check.sh RESULT.json  a model larger than the GPU alone, in 70 GB of host
 #     SPLIT=1 bash scripts/gpu_check.sh RESULT.json  split formats beside what they take the place of
 #     RECURRENT=1 bash scripts/gpu_check.sh RESULT.json  a model with recurrent layers, and their kernels
+#     SAME_BITS=1 bash scripts/gpu_check.sh RESULT.json  what --same-bits on costs, and whether it holds;
+#         with MODEL=FILE also texts of a real model
 #     SIMULATED_GPU=1 bash scripts/gpu_check.sh RESULT.json  every line of it on tiny shapes, without a
 #         GPU, on the test double of tests/simulated_gpu: its figures say nothing
 set -uo pipefail
@@ -54,6 +56,7 @@ part() { # NAME SECONDS COMMAND...: its output is PARTS/NAME.out, its log goes t
 LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b RECURRENT_SHAPE=qwen3.5-9b LONG=131072 SHORT=8192 REPEATS=3 CALLS=9
 GPU_TESTS=(tests/gpu)
 # Those of the processor's kernels need a newer transformers.
+ROW_TESTS=(tests/gpu/test_rows_on_a_gpu.py --all) SAME=(off on)
 KERNEL_TESTS=(tests/kernels tests/core/decoding/test_kernels.py --ignore=tests/kernels/test_host_kernels.py)
 if [[ ${SIMULATED_GPU:-} ]]; then
     BUDGET=3000 PATIENCE=10
@@ -66,6 +69,8 @@ if [[ ${SIMULATED_GPU:-} ]]; then
     LLAMA2=$PARTS/tiny.json LLAMA3=$PARTS/tiny.json QWEN=$PARTS/tiny.json LONG=512 SHORT=256 MEMORY=2GB
     REPEATS=1 CALLS=1
     GPU_TESTS=(tests/gpu/test_device.py -k "pinned or staged")
+    # References do not keep the same bits.
+    ROW_TESTS=(tests/gpu/test_rows_on_a_gpu.py -k refused) SAME=(off)
     KERNEL_TESTS=(tests/kernels/test_layer.py tests/kernels/test_gather.py)
 fi
 TRIFORCE=("$PYTHON" -m triforce_core.cli)
@@ -97,6 +102,17 @@ if [[ ${RECURRENT:-} ]]; then
     done
     part recurrent-kernels 120 env TRIFORCE_KERNELS= "${PYTEST[@]}" tests/kernels/test_recurrent.py \
         -k "not compile"
+    exit $FAILED
+fi
+if [[ ${SAME_BITS:-} ]]; then
+    for how in "${SAME[@]}"; do
+        part "llama3.1-8b, same bits $how" 60 "${BENCH[@]}" --dtype bfloat16 --shape "$LLAMA3" \
+            --context $SHORT --repeats $REPEATS --tests pass,prefill --weights dense --kv dense \
+            --same-bits $how
+    done
+    part rows 150 "${PYTEST[@]}" -m gpu "${ROW_TESTS[@]}"
+    [[ ${MODEL:-} ]] && part texts 200 "$PYTHON" scripts/checks same_bits --device cuda:0 \
+        --model "$MODEL" --prompts 5 --tokens 64 --result "$PARTS/texts.json"
     exit $FAILED
 fi
 part env 20 "${TRIFORCE[@]}" env
