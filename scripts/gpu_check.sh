@@ -110,7 +110,7 @@ if [[ ${SAME_BITS:-} ]]; then
             --context $SHORT --repeats $REPEATS --tests pass,prefill --weights dense --kv dense \
             --same-bits $how
     done
-    part rows 150 "${PYTEST[@]}" -m gpu "${ROW_TESTS[@]}"
+    part rows 150 env TRIFORCE_KERNELS= "${PYTEST[@]}" -m gpu "${ROW_TESTS[@]}"
     [[ ${MODEL:-} ]] && part texts 200 "$PYTHON" scripts/checks same_bits --device cuda:0 \
         --model "$MODEL" --prompts 5 --tokens 64 --result "$PARTS/texts.json"
     exit $FAILED
