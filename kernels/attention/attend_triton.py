@@ -99,7 +99,7 @@ def _on_path(passed, index):
 @triton.jit
 def _attended(
     q, acc, peak, total, key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
-    begin, end, step, of_block, keys, drafted, before, window, shift, first, scale,
+    begin, end, step, of_block, keys, scored, drafted, before, window, shift, first, scale,
     k_block, k_key, v_block, v_key,
     KEYS: tl.constexpr, SIZE: tl.constexpr, MASS: tl.constexpr, MASKED: tl.constexpr,
     TREE: tl.constexpr, PATHS: tl.constexpr,
@@ -111,6 +111,7 @@ def _attended(
     last: the last key that each row sees, if MASKED and not TREE
     passed: see `_on_path`, if PATHS
     of_block: number of tiles of a block
+    scored: number of keys whose chunks are scored, of each block
     before: number of keys before the drafted ones, if TREE or PATHS
     The others are those of `attend_kernel`.
     """
@@ -135,9 +136,9 @@ def _attended(
         scores_at, kept = scores_of_rows, real[:, None]
         if SIZE > 0:
             part = within * (KEYS // SIZE) + tl.arange(0, KEYS // SIZE)
-            chunk = first + block * ((keys + SIZE - 1) // SIZE) + part
+            chunk = first + block * ((scored + SIZE - 1) // SIZE) + part
             scores_at = scores_of_rows + chunk[None, :]
-            kept = real[:, None] & (part * SIZE < keys)[None, :]
+            kept = real[:, None] & (part * SIZE < scored)[None, :]
         acc, peak, total = _step(
             q, k, v, seen, scale, acc, peak, total, scores_at, kept, SIZE, MASS
         )
@@ -189,10 +190,11 @@ def attend_kernel(
     scores_of_rows = chunk_scores + head * s_head + row[:, None].to(tl.int64) * s_row
     keys = tl.load(end).to(tl.int32) if ON_DEVICE else end
     token, last, from_tile = row % tokens if MASKED else row, row, 0
-    passed, before = row, keys
+    passed, before, scored = row, keys, keys
     if MASKED:
         last, before = keys + token, keys + tokens - drafted
         keys += tokens
+        scored = keys
         if PATHS:
             own = tl.arange(0, PATHS)
             place = visible + own_token * drafted + own
@@ -204,7 +206,8 @@ def attend_kernel(
             # Tiles that no row of the program sees change nothing.
             seen_first = tl.min(tl.where(real, last, keys), 0) + 1 - window
             from_tile = (tl.maximum(seen_first, 0) + shift) // KEYS
-        limit = keys if TREE else tl.max(tl.where(real, last, 0), 0) + 1
+        # Every chunk gets a score.
+        limit = scored if TREE or SIZE > 0 else tl.max(tl.where(real, last, 0), 0) + 1
         to_tile = (limit + shift + KEYS - 1) // KEYS
         # There is one block.
         of_block = to_tile
@@ -222,8 +225,8 @@ def attend_kernel(
                 tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
                 key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
                 from_tile + (each + parts - begins % parts) % parts, to_tile, parts, of_block,
-                keys, drafted, before, window, shift, first, scale, k_block, k_key, v_block,
-                v_key, KEYS, SIZE, MASS, MASKED, TREE, PATHS,
+                keys, scored, drafted, before, window, shift, first, scale, k_block, k_key,
+                v_block, v_key, KEYS, SIZE, MASS, MASKED, TREE, PATHS,
             )  # fmt: skip
             a, m, s = _joined(a, m, s, own_a, own_m, own_s)
         _finished(out, lse, a, m, s, head * rows + row, dim, real, here, DIM)
@@ -239,8 +242,8 @@ def attend_kernel(
             q, a, m, s,
             key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
             from_tile + (split + parts - begins % parts) % parts, to_tile, parts, of_block,
-            keys, drafted, before, window, shift, first, scale, k_block, k_key, v_block, v_key,
-            KEYS, SIZE, MASS, MASKED, TREE, PATHS,
+            keys, scored, drafted, before, window, shift, first, scale, k_block, k_key, v_block,
+            v_key, KEYS, SIZE, MASS, MASKED, TREE, PATHS,
         )  # fmt: skip
         tl.store(peak + state, m, mask=real)
         tl.store(total + state, s, mask=real)

@@ -131,7 +131,7 @@ def cache(
         t = t._replace(stages=1, keys=t.keys if visible is None else 16)
     options = {"tokens": tokens, "visible": visible, "window": window or _ALL_KEYS}
     options |= {"tile": first // t.keys, "shift": first % t.keys, "continues": False}
-    if rows > WHOLE_ROWS:
+    if rows > WHOLE_ROWS if same_bits.wanted() else splits(query) == 1:
         return _attend_whole(query, key[None], value[None], t, end, **options)
     running = Running.of(query)
     _attend(running, query, key[None], value[None], t, end, None, **options)
@@ -198,23 +198,23 @@ def _launch(
     """
     kv_heads, rows, head_dim = query.shape
     chunk_scores, size, mass = state[1], 0, False
-    tree, paths, tiles = visible is not None, 0, cdiv(rows, t.rows)
-    if visible is not None and same_bits.wanted():
-        # Rows take the keys of their path in the order of a chain.
-        tree, paths, tiles = (
-            False,
-            next_power_of_2(visible.shape[1]),
-            tokens * cdiv(rows // tokens, t.rows),
-        )
     if scores is not None:
         chunk_scores, size, mass = scores.out, scores.size, scores.mass
+    drafted, tiles = tokens, cdiv(rows, t.rows)
+    if visible is not None:
+        drafted = visible.shape[1]
+    # Rows of a tree then take the keys of their path in the order of a chain.
+    paths = visible is not None and same_bits.wanted()
+    if paths:
+        tiles = tokens * cdiv(rows // tokens, t.rows)
     attend_kernel[(kv_heads, 1 if whole else parts, tiles)](
         query, key, value, *state, chunk_scores,
         query if visible is None else visible.view(torch.uint8), end,
         *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *chunk_scores.stride()[:2],
-        rows, len(key), tokens, tokens if visible is None else visible.shape[1], window, parts,
+        rows, len(key), tokens, drafted, window, parts,
         tile, shift, scores.first if scores else 0, int(fresh), head_dim**-0.5,
-        KEYS=t.keys, SIZE=size, MASS=mass, MASKED=tokens > 0, TREE=tree, PATHS=paths,
+        KEYS=t.keys, SIZE=size, MASS=mass, MASKED=tokens > 0,
+        TREE=visible is not None and not paths, PATHS=next_power_of_2(drafted) if paths else 0,
         ON_DEVICE=isinstance(end, torch.Tensor), CONTINUES=continues, WHOLE=whole,
         num_warps=t.warps, num_stages=t.stages, **_sizes(t.rows, head_dim),
     )  # fmt: skip
