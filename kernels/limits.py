@@ -3,7 +3,7 @@
 # Largest number of parts into which the attention of a pass divides its keys on a GPU.
 MOST_SPLITS = 32
 # With more rows of a KV head than this, a GPU's attention to a cache does not divide the keys among
-# programs.
+# programs, if rows are to have the same bits.
 WHOLE_ROWS = 256
 # On a CPU, heads times the parts into which the keys of each are divided, if there are fewer heads.
 HOST_PARTS = 16

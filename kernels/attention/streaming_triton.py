@@ -131,7 +131,7 @@ def cache(
         t = t._replace(stages=1, keys=t.keys if visible is None else 16)
     options = {"tokens": tokens, "visible": visible, "window": window or _ALL_KEYS}
     options |= {"tile": first // t.keys, "shift": first % t.keys, "continues": False}
-    if rows > WHOLE_ROWS if same_bits.wanted() else splits(query) == 1:
+    if same_bits.wanted() and rows > WHOLE_ROWS:
         return _attend_whole(query, key[None], value[None], t, end, **options)
     running = Running.of(query)
     _attend(running, query, key[None], value[None], t, end, None, **options)
