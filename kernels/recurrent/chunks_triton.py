@@ -120,7 +120,8 @@ def chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
     count, heads, value_dim = rows.values.shape
     key_dim, group = rows.keys.shape[2], heads // rows.keys.shape[1]
     size = (heads, count // chunk, chunk, chunk)
-    systems, looks = (torch.empty(size, dtype=torch.float32, device=state.device) for _ in "12")
+    systems = torch.empty(size, dtype=torch.float32, device=state.device)
+    looks = torch.empty_like(systems)
     out = torch.empty_like(rows.values, memory_format=torch.contiguous_format)
     of_rows = *rows.queries.stride()[:2], *rows.keys.stride()[:2]
     named = {"KEY": key_dim, "CHUNK": chunk, "NUMBERS": _NUMBERS, "EPSILON": EPS, "num_warps": 4}

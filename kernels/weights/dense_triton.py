@@ -62,7 +62,7 @@ def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows, columns, depth = x.shape[0], *weight.shape
     tile, step = most_rows(x), _STEP_BYTES // x.dtype.itemsize
     columns_each = _COLUMNS if x.dtype.itemsize < 4 else _WIDE_COLUMNS
-    # Enough programs, whose sums would take too much memory.
+    # With more rows there are enough programs, and the sums of parts would take much memory.
     whole = rows > FEW_ROWS
     parts = divided(x, None, rows, columns, cdiv(depth, step), tile=columns_each, whole=whole)
     _dense_kernel[parts.grid(cdiv(rows, tile))](
