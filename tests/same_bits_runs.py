@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from helpers import random_ids
+from helpers import PLACEMENTS, random_ids
 
-from triforce_core import Engine
-from triforce_core.decoding.contexts.context import Context
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.context import Context, run_pass
 from triforce_core.decoding.decoder import Ask
 
 # Tokens that a context may have.
 _ROOM = 150
+FORMATS = {
+    "dense": {},
+    "split": {"weights": "split", "kv": "split"},
+    "KV streamed": {"placement": PLACEMENTS["kv"]},
+    "weights streamed": {"placement": PLACEMENTS["weights"]},
+    "both streamed, split": {"placement": PLACEMENTS["both"], "weights": "split", "kv": "split"},
+    "one block for all": {"block_tokens": 256},
+    "blocks of 128, streamed": {"block_tokens": 128, "placement": PLACEMENTS["kv"]},
+}
+_RETRIEVAL = {"method": "triforce", "budget": 64}
+RUNS = {
+    "chains": {},
+    "trees": {"tree": 16},
+    "retrieval level": {**_RETRIEVAL, "placement": PLACEMENTS["kv"]},
+    "trees of the retrieval level": {**_RETRIEVAL, "tree": 24, "placement": PLACEMENTS["kv"]},
+    "retrieval level over int4 copies": {**_RETRIEVAL, "placement": PLACEMENTS["int4"]},
+}
 
 
 def prefilled(running: Engine, tokens: Sequence[int]) -> tuple[Context, torch.Tensor]:
@@ -65,3 +82,50 @@ def in_trees(running: Engine, text: Sequence[int], prompt: int) -> torch.Tensor:
         place += len(line)
     context.close()
     return torch.cat(found)
+
+
+def differing(
+    running: Engine, text: Sequence[int], prompt: int, rows: Iterable[int], lengths: Iterable[int]
+) -> dict[str, int]:
+    """How many tokens have other logits than alone: in passes of so many rows, in trees, and at the
+    end of prompts of some lengths.
+    """
+    expected = alone(running, text, prompt)
+    assert expected.std() > 1e-3, "it would be no test"
+    found = {f"{count} rows": in_passes(running, text, prompt, count) for count in rows}
+    found["trees"] = in_trees(running, text, prompt)
+    different = {way: (each != expected).any(1).sum().item() for way, each in found.items()}
+    for length in lengths:
+        context, logits = prefilled(running, text[:length])
+        context.close()
+        different[f"prefill {length}"] = int(not torch.equal(logits[0], expected[length - prompt]))
+    return different
+
+
+def beside_others(running: Engine, text: Sequence[int], lengths: Sequence[int]) -> list[Context]:
+    """Several sequences that begin with so many tokens of the text, the first of them its prompt,
+    in three passes. Each row has the logits that it has alone.
+    """
+    expected = alone(running, text, lengths[0])
+    contexts = [prefilled(running, text[:length])[0] for length in lengths]
+    for _ in range(3):
+        asks = [Ask(torch.tensor(text[each.length : each.length + 7])) for each in contexts]
+        for context, logits in zip(contexts, run_pass(contexts, asks), strict=True):
+            first = context.length + 1 - lengths[0]
+            assert torch.equal(logits, expected[first : first + 7])
+            context.keep(range(5))
+    return contexts
+
+
+def texts_by_every_draft(
+    load: Callable[..., Engine], temperature: float
+) -> dict[str, list[list[int]]]:
+    """Three texts without drafts ("plain") and by each way of drafting. load: takes options"""
+    prompts = [random_ids(90, seed=seed) for seed in range(3)]
+    params = [SamplingParams(60, temperature=temperature, seed=seed) for seed in range(3)]
+    found = {}
+    for name, options in {"plain": {"method": "autoregressive"}, **RUNS}.items():
+        with load(**{"accept": "coupled", "draft_tokens": 6, **options}) as running:
+            done = running.generate_all(prompts, params)
+        found[name] = [list(completion.token_ids) for completion in done]
+    return found

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import PLACEMENTS, random_ids
-from same_bits_runs import alone, in_passes, in_trees, prefilled
+from helpers import random_ids
+from same_bits_runs import FORMATS, beside_others, differing, in_passes, texts_by_every_draft
 from simulated_gpu import REAL
 
-from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.decoder import Ask
+from triforce_core import Engine
 from triforce_offload.errors import UsageError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]
@@ -40,31 +40,8 @@ def test_a_row_has_the_same_bits_in_every_forward(tiny, family: str, dtype: str)
     path, _ = tiny(family)
     text = random_ids(TEXT, seed=1)
     with engine(path, dtype) as running:
-        expected = alone(running, text, PROMPT)
-        assert expected.std() > 1e-3, "it would be no test"
-        different = {}
-        for rows in ROWS:
-            found = in_passes(running, text, PROMPT, rows)
-            different[f"{rows} rows"] = (found != expected).any(1).sum().item()
-        different["trees"] = (in_trees(running, text, PROMPT) != expected).any(1).sum().item()
-        for length in (PROMPT + 1, TEXT):
-            context, logits = prefilled(running, text[:length])
-            context.close()
-            different[f"prefill {length}"] = int(
-                not torch.equal(logits[0], expected[length - PROMPT])
-            )
+        different = differing(running, text, PROMPT, ROWS, (PROMPT + 1, TEXT))
     assert not any(different.values()), different
-
-
-FORMATS = {
-    "dense": {},
-    "split": {"weights": "split", "kv": "split"},
-    "KV streamed": {"placement": PLACEMENTS["kv"]},
-    "weights streamed": {"placement": PLACEMENTS["weights"]},
-    "both streamed, split": {"placement": PLACEMENTS["both"], "weights": "split", "kv": "split"},
-    "one block for all": {"block_tokens": 256},
-    "blocks of 128, streamed": {"block_tokens": 128, "placement": PLACEMENTS["kv"]},
-}
 
 
 @pytest.mark.not_simulated("split formats are bfloat16")
@@ -82,48 +59,21 @@ def test_wherever_weights_and_kv_are_and_in_every_lossless_format(tiny, family: 
 
 
 @pytest.mark.not_simulated("the interpreter would take too long")
-def test_beside_other_sequences_and_after_cuts(tiny) -> None:
-    from triforce_core.decoding.contexts.context import run_pass
-
+def test_beside_other_sequences(tiny) -> None:
     path, _ = tiny("llama")
     text = random_ids(TEXT, seed=3)
     with engine(path, "float16", sequences=3) as running:
-        expected = alone(running, text, PROMPT)
-        contexts = [prefilled(running, text[:length])[0] for length in (PROMPT, 71, 128)]
-        for _ in range(3):
-            asks = [Ask(torch.tensor(text[each.length : each.length + 7])) for each in contexts]
-            for context, logits in zip(contexts, run_pass(contexts, asks), strict=True):
-                first = context.length + 1 - PROMPT
-                assert torch.equal(logits, expected[first : first + 7])
-                context.keep(range(5))
-        for context in contexts:
+        for context in beside_others(running, text, (PROMPT, 71, 128)):
             context.close()
-
-
-RETRIEVAL = {"method": "triforce", "budget": 64}
-RUNS = {
-    "chains": {},
-    "trees": {"tree": 16},
-    "trees of the retrieval level": {**RETRIEVAL, "tree": 24, "placement": PLACEMENTS["kv"]},
-    "retrieval level": {**RETRIEVAL, "placement": PLACEMENTS["kv"]},
-    "retrieval level over int4 copies": {**RETRIEVAL, "placement": PLACEMENTS["int4"]},
-}
 
 
 @pytest.mark.not_simulated("the interpreter would take too long")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_do_not_depend_on_what_drafts(tiny, dtype: str, temperature: float) -> None:
-    prompts = [random_ids(90, seed=seed) for seed in range(3)]
-    params = [SamplingParams(60, temperature=temperature, seed=seed) for seed in range(3)]
     for family in ("llama", "gemma3"):
         path, _ = tiny(family)
-        found = {}
-        for name, options in {"plain": {"method": "autoregressive"}, **RUNS}.items():
-            options = {"accept": "coupled", "draft_tokens": 6, **options}
-            with engine(path, dtype, **options) as running:
-                done = running.generate_all(prompts, params)
-            found[name] = [completion.token_ids for completion in done]
+        found = texts_by_every_draft(partial(engine, path, dtype), temperature)
         assert all(texts == found["plain"] for texts in found.values()), family
 
 

@@ -7,16 +7,24 @@ rows, of trees, of prefills, at every placement, and beside other sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, PLACEMENTS, make_model, random_ids
-from same_bits_runs import alone, in_passes, in_trees, prefilled
+from helpers import FAMILIES, make_model, random_ids
+from same_bits_runs import (
+    FORMATS,
+    alone,
+    beside_others,
+    differing,
+    in_passes,
+    prefilled,
+    texts_by_every_draft,
+)
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.contexts.context import run_pass
 from triforce_core.decoding.decoder import Ask
 from triforce_kernels import dispatch
 from triforce_kernels.dispatch import REFERENCE
@@ -68,32 +76,10 @@ def test_a_row_has_the_same_bits_in_every_forward(
 ) -> None:
     text = random_ids(TEXT, seed=1)
     with engine(models(family), dtype) as running:
-        expected = alone(running, text, PROMPT)
-        assert expected.std() > 1e-3, "it would be no test"
-        different = {}
-        for rows in ROWS:
-            found = in_passes(running, text, PROMPT, rows)
-            different[f"{rows} rows"] = (found != expected).any(1).sum().item()
-        different["trees"] = (in_trees(running, text, PROMPT) != expected).any(1).sum().item()
         # Dynamic scaling rotates a longer prompt otherwise.
-        for length in () if family == "dynamic-rope" else (PROMPT + 1, 100, TEXT):
-            context, logits = prefilled(running, text[:length])
-            context.close()
-            different[f"prefill {length}"] = int(
-                not torch.equal(logits[0], expected[length - PROMPT])
-            )
+        lengths = () if family == "dynamic-rope" else (PROMPT + 1, 100, TEXT)
+        different = differing(running, text, PROMPT, ROWS, lengths)
     assert not any(different.values()), different
-
-
-FORMATS = {
-    "dense": {},
-    "split": {"weights": "split", "kv": "split"},
-    "KV streamed": {"placement": PLACEMENTS["kv"]},
-    "weights streamed": {"placement": PLACEMENTS["weights"]},
-    "both streamed, split": {"placement": PLACEMENTS["both"], "weights": "split", "kv": "split"},
-    "one block for all": {"block_tokens": 256},
-    "blocks of 128, streamed": {"block_tokens": 128, "placement": PLACEMENTS["kv"]},
-}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_moe", "gpt-oss-moe"])
@@ -111,15 +97,7 @@ def test_beside_other_sequences_and_after_cuts(models, family: str) -> None:
     """Three sequences of different lengths in each pass; one is cut and goes on with the same."""
     text = random_ids(TEXT, seed=3)
     with engine(models(family), "float16", sequences=3) as running:
-        expected = alone(running, text, PROMPT)
-        lengths = (PROMPT, 71, 128)
-        contexts = [prefilled(running, text[:length])[0] for length in lengths]
-        for _ in range(3):
-            asks = [Ask(torch.tensor(text[each.length : each.length + 7])) for each in contexts]
-            for context, logits in zip(contexts, run_pass(contexts, asks), strict=True):
-                first = context.length + 1 - PROMPT
-                assert torch.equal(logits, expected[first : first + 7])
-                context.keep(range(5))
+        contexts = beside_others(running, text, (PROMPT, 71, 128))
         cut = contexts[2]
         cut.prefill([*text[:100], *random_ids(20, seed=4)], TEXT, lambda layer: None)
         assert cut.prefill(text, TEXT, lambda layer: None).reused >= 50
@@ -136,28 +114,11 @@ def _after(running: Engine, text: Sequence[int], token: int) -> torch.Tensor:
     return logits
 
 
-RETRIEVAL = {"method": "triforce", "budget": 64}
-RUNS = {
-    "chains": {},
-    "trees": {"tree": 16},
-    "retrieval level": {**RETRIEVAL, "placement": PLACEMENTS["kv"]},
-    "trees of the retrieval level": {**RETRIEVAL, "tree": 24, "placement": PLACEMENTS["kv"]},
-    "retrieval level over int4 copies": {**RETRIEVAL, "placement": PLACEMENTS["int4"]},
-}
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_do_not_depend_on_what_drafts(models, dtype: str, temperature: float) -> None:
-    prompts = [random_ids(90, seed=seed) for seed in range(3)]
-    params = [SamplingParams(60, temperature=temperature, seed=seed) for seed in range(3)]
     for family in ("llama", "gemma3"):
-        found = {}
-        for name, options in {"plain": {"method": "autoregressive"}, **RUNS}.items():
-            options = {"accept": "coupled", "draft_tokens": 6, **options}
-            with engine(models(family), dtype, **options) as running:
-                done = running.generate_all(prompts, params)
-            found[name] = [completion.token_ids for completion in done]
+        found = texts_by_every_draft(partial(engine, models(family), dtype), temperature)
         assert all(texts == found["plain"] for texts in found.values()), family
 
 
