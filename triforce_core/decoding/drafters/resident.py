@@ -71,6 +71,11 @@ class ResidentModel:
         self._drafted = drafted
         self._forwards: dict[tuple[int, bool], _FixedForward] = {}
 
+    @property
+    def vocab(self) -> int:
+        """Size of the model's vocabulary."""
+        return self._model.config.vocab
+
     def logits(
         self,
         tokens: torch.Tensor,

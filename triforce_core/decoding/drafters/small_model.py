@@ -104,7 +104,7 @@ class SmallModelDrafter:
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run tokens [n] after those run so far. Return the logits after the last, [1, vocab]."""
-        logits = self._model.logits(tokens, self._cache.kv.end, last=True)
+        logits = self._model.logits(self._known(tokens), self._cache.kv.end, last=True)
         self._cache.kv.keep(range(tokens.shape[0]))
         return self._of_vocab(logits)
 
@@ -113,9 +113,15 @@ class SmallModelDrafter:
         the given rows, [rows, vocab].
         """
         parents = [parent - 1 for parent in tree.parents]
-        tokens = put(tree.tokens, self.device)
+        tokens = self._known(put(tree.tokens, self.device))
         batch = ForwardBatch.tree(tokens, self._cache.kv.end, parents, self.device)
         return self._of_vocab(self._model.of_tree(batch, [row - 1 for row in rows]))
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return tokens that the draft model has: its last one in place of the target's padding,
+        which a sample or a prompt may contain.
+        """
+        return tokens.clamp(max=self._model.vocab - 1) if self._model.vocab < self.vocab else tokens
 
     def _of_vocab(self, logits: torch.Tensor) -> torch.Tensor:
         missing = max(0, self.vocab - logits.shape[-1])
