@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -80,6 +81,12 @@ class Model:
             for spec, place in zip(config.layers, config.kv_places, strict=True)
         ]
         self._mlps = [mlp_layer(spec, self._norm) for spec in config.layers]
+
+    def for_drafts(self) -> Model:
+        """Return this model without the same bits, which drafts need not have."""
+        model = copy(self)
+        model._same_bits = False
+        return model
 
     @property
     def recordable(self) -> bool:

@@ -174,7 +174,7 @@ class DraftLevels:
         cache = retrieval_cache(models, sequence, scores)
         resources.callback(cache.close)
         model = ResidentModel(
-            models.target,
+            models.target.for_drafts(),
             ResidentWeights(runtime.weights, models.int4_copies, high=models.reads_high_bits),
             cache.kv,
             models.recorder,
