@@ -42,7 +42,7 @@ def test_a_run_is_told_in_json(capsys, speaking) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("generate", "{model}", "--prompt", "x", "--top-p", "7"), "top_p"),
+        (("generate", "{model}", "--prompt", "x", "--top-p", "7"), "--top-p"),
         (("generate", "{model}", "--promt", "x"), "unrecognized arguments"),
         (("generate", "/nowhere/at/all", "--prompt", "x"), "/nowhere/at/all"),
     ],
