@@ -45,9 +45,9 @@ from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import FUSED, BlockWeight, block_matmul, decode
-from triforce_kernels.weights.dense_triton import matmul
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.int4 import int4_matmul, quantise
+from triforce_kernels.weights.linear import linear
 from triforce_kernels.weights.split_bf16 import decode as decode_split
 from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmul
 from triforce_kernels.weights.tiles import Tiles
@@ -262,7 +262,8 @@ def launch_coded(dtype: torch.dtype) -> None:
         return torch.empty(shape, dtype=dtype)
 
     for rows in (1, FEW_ROWS + 1):
-        matmul(empty(rows, 4096), empty(4096, 4096))
+        with same_bits(wanted=True):
+            linear(empty(rows, 4096), empty(4096, 4096))
     for rows in (1, 17, 64):
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
     weight = encode(torch.zeros(64, 4096, dtype=torch.bfloat16))
