@@ -87,8 +87,8 @@ def in_trees(running: Engine, text: Sequence[int], prompt: int) -> torch.Tensor:
 def differing(
     running: Engine, text: Sequence[int], prompt: int, rows: Iterable[int], lengths: Iterable[int]
 ) -> dict[str, int]:
-    """How many tokens have other logits than alone: in passes of so many rows, in trees, and at the
-    end of prompts of some lengths.
+    """How many tokens have other logits than alone: in passes of each number of rows, in trees, and
+    at the end of prompts of each length.
     """
     expected = alone(running, text, prompt)
     assert expected.std() > 1e-3, "it would be no test"
@@ -102,19 +102,24 @@ def differing(
     return different
 
 
-def beside_others(running: Engine, text: Sequence[int], lengths: Sequence[int]) -> list[Context]:
-    """Several sequences that begin with so many tokens of the text, the first of them its prompt,
-    in three passes. Each row has the logits that it has alone.
+def beside_others(
+    running: Engine, text: Sequence[int], lengths: Sequence[int]
+) -> tuple[list[Context], int]:
+    """Three passes over several sequences, which begin with the first tokens of the text. Returns
+    their contexts, and how many tokens have other logits than alone.
+
+    lengths: number of those tokens of each sequence; the first one is the prompt's length
     """
+    different = 0
     expected = alone(running, text, lengths[0])
     contexts = [prefilled(running, text[:length])[0] for length in lengths]
     for _ in range(3):
         asks = [Ask(torch.tensor(text[each.length : each.length + 7])) for each in contexts]
         for context, logits in zip(contexts, run_pass(contexts, asks), strict=True):
             first = context.length + 1 - lengths[0]
-            assert torch.equal(logits, expected[first : first + 7])
+            different += int((logits != expected[first : first + 7]).any(1).sum())
             context.keep(range(5))
-    return contexts
+    return contexts, different
 
 
 def texts_by_every_draft(

@@ -73,6 +73,22 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+class Piece(NamedTuple):
+    """Some of the keys that queries attend to.
+
+    query: [kv_heads, rows, head_dim]
+    key, value: blocks of keys [blocks, kv_heads, tokens, head_dim]
+    tile: how they are divided
+    end: number of keys of each block; if they end with the queries' own, of those before these
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    tile: Tile
+    end: int | torch.Tensor
+
+
 def blocks(
     running: Running,
     query: torch.Tensor,
@@ -86,7 +102,7 @@ def blocks(
     # Blocks that are no whole tiles are counted themselves.
     whole = keys % t.keys == 0
     number = running.keys // t.keys if whole else running.keys // keys * cdiv(keys, t.keys)
-    _attend(running, query, key, value, t, keys, scores, tile=number)
+    _attend(running, Piece(query, key, value, t, keys), scores=scores, number=number)
 
 
 def tail(
@@ -101,10 +117,10 @@ def tail(
     """`streaming.attend_tail`."""
     if keys := key.shape[1]:
         # A tile of more queries would spill in some variants.
-        rows = min(query.shape[1], 64)
-        t = tile(rows, query.shape[2], query.dtype.itemsize)
-        options = {"tokens": tokens, "visible": visible, "tile": running.keys // t.keys}
-        _attend(running, query, key[None], value[None], t, keys - tokens, scores, **options)
+        t = tile(min(query.shape[1], 64), query.shape[2], query.dtype.itemsize)
+        piece = Piece(query, key[None], value[None], t, keys - tokens)
+        options = {"tokens": tokens, "visible": visible, "number": running.keys // t.keys}
+        _attend(running, piece, scores=scores, **options)
     elif running.fresh:
         return Partial(torch.zeros_like(query), torch.full_like(running.peak[0], float("-inf")))
     return _merged(running, query)
@@ -129,73 +145,49 @@ def cache(
     if key.dtype.itemsize < query.dtype.itemsize == 4:
         # float32 converted from integers is in registers twice.
         t = t._replace(stages=1, keys=t.keys if visible is None else 16)
+    piece = Piece(query, key[None], value[None], t, end)
     options = {"tokens": tokens, "visible": visible, "window": window or _ALL_KEYS}
-    options |= {"tile": first // t.keys, "shift": first % t.keys, "continues": False}
+    options |= {"number": first // t.keys, "shift": first % t.keys, "continues": False}
     if same_bits.wanted() and rows > WHOLE_ROWS:
-        return _attend_whole(query, key[None], value[None], t, end, **options)
+        result = _result(query)
+        state = result.lse, result.lse, result.lse, *result
+        _launch(state, piece, splits(query), whole=True, **options)
+        return result
     running = Running.of(query)
-    _attend(running, query, key[None], value[None], t, end, None, **options)
+    _attend(running, piece, **options)
     return _merged(running, query)
 
 
-def _attend(
-    running: Running,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    t: Tile,
-    end: int | torch.Tensor,
-    scores: ScoreBuffer | None,
-    **options: Any,
-) -> None:
-    """Add blocks of keys [blocks, heads, tokens, head_dim] to a state. options: those of
-    `_launch`
-    """
+def _attend(running: Running, piece: Piece, **options: Any) -> None:
+    """Add keys to a state. options: those of `_launch`"""
     state = running.acc, running.peak, running.total, running.acc, running.peak
-    parts = running.acc.shape[0]
-    _launch(state, query, key, value, t, end, scores, parts, fresh=running.fresh, **options)
+    _launch(state, piece, len(running.acc), fresh=running.fresh, **options)
     running.fresh = False
-
-
-def _attend_whole(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    t: Tile,
-    end: int | torch.Tensor,
-    **options: Any,
-) -> Partial:
-    """Return the attention to one block of keys, without a state."""
-    result = _result(query)
-    state = result.lse, result.lse, result.lse, *result
-    _launch(state, query, key, value, t, end, None, splits(query), whole=True, **options)
-    return result
 
 
 def _launch(
     state: tuple[torch.Tensor, ...],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    t: Tile,
-    end: int | torch.Tensor,
-    scores: ScoreBuffer | None,
+    piece: Piece,
     parts: int,
     *,
+    scores: ScoreBuffer | None = None,
     tokens: int = 0,
     visible: torch.Tensor | None = None,
     window: int = _ALL_KEYS,
-    tile: int = 0,
+    number: int = 0,
     shift: int = 0,
     fresh: bool = True,
     continues: bool = True,
     whole: bool = False,
 ) -> None:
-    """Launch the programs for blocks of keys.
+    """Launch the programs for some keys.
 
     state: the first five tensors that the kernel writes
+    parts: number of splits
     tokens: number of the queries' own keys; 0 if all queries see all keys
+    number: number of the first tile; for `shift` and the others see `attend_kernel`
     """
+    query, key, value, t, end = piece
     kv_heads, rows, head_dim = query.shape
     chunk_scores, size, mass = state[1], 0, False
     if scores is not None:
@@ -211,8 +203,8 @@ def _launch(
         query, key, value, *state, chunk_scores,
         query if visible is None else visible.view(torch.uint8), end,
         *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *chunk_scores.stride()[:2],
-        rows, len(key), tokens, drafted, window, parts,
-        tile, shift, scores.first if scores else 0, int(fresh), head_dim**-0.5,
+        rows, len(key), tokens, drafted, window, parts, number, shift,
+        scores.first if scores else 0, int(fresh), head_dim**-0.5,
         KEYS=t.keys, SIZE=size, MASS=mass, MASKED=tokens > 0,
         TREE=visible is not None and not paths, PATHS=next_power_of_2(drafted) if paths else 0,
         ON_DEVICE=isinstance(end, torch.Tensor), CONTINUES=continues, WHOLE=whole,

@@ -63,8 +63,10 @@ def test_beside_other_sequences(tiny) -> None:
     path, _ = tiny("llama")
     text = random_ids(TEXT, seed=3)
     with engine(path, "float16", sequences=3) as running:
-        for context in beside_others(running, text, (PROMPT, 71, 128)):
+        contexts, different = beside_others(running, text, (PROMPT, 71, 128))
+        for context in contexts:
             context.close()
+    assert not different
 
 
 @pytest.mark.not_simulated("the interpreter would take too long")

@@ -76,7 +76,7 @@ class Text:
     def in_pieces(
         self, first: int, end: int, blocks: tuple[int, ...], *, scored: bool = False
     ) -> Partial:
-        """The same over blocks of so many keys, which come one by one, and a tail."""
+        """The same over blocks of these sizes, which come one by one, and a tail."""
         seen, query = KEYS - TOKENS + end, self.rows(first, end)
         running, scores = Running.of(query), None
         if scored:
@@ -207,7 +207,7 @@ def _later(own):
     """Tiles that are counted from the first key of the piece that a kernel is given."""
 
     def launch(*values, **named):
-        return own(*values, **{**named, "tile": 0})
+        return own(*values, **{**named, "number": 0})
 
     return launch
 

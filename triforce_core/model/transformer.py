@@ -83,7 +83,11 @@ class Model:
         self._mlps = [mlp_layer(spec, self._norm) for spec in config.layers]
 
     def for_drafts(self) -> Model:
-        """Return this model without the same bits, which drafts need not have."""
+        """Return this model without the same bits, which drafts need not have, where they cost
+        time: a processor's kernels keep them for few rows in any case.
+        """
+        if backend(self.device) == HOST:
+            return self
         model = copy(self)
         model._same_bits = False
         return model

@@ -97,7 +97,8 @@ def test_beside_other_sequences_and_after_cuts(models, family: str) -> None:
     """Three sequences of different lengths in each pass; one is cut and goes on with the same."""
     text = random_ids(TEXT, seed=3)
     with engine(models(family), "float16", sequences=3) as running:
-        contexts = beside_others(running, text, (PROMPT, 71, 128))
+        contexts, different = beside_others(running, text, (PROMPT, 71, 128))
+        assert not different
         cut = contexts[2]
         cut.prefill([*text[:100], *random_ids(20, seed=4)], TEXT, lambda layer: None)
         assert cut.prefill(text, TEXT, lambda layer: None).reused >= 50
