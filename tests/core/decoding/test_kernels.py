@@ -52,24 +52,27 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "drafts", "draft_kv"),
+    ("family", "drafts", "draft_kv", "same_bits"),
     [
-        ("qwen3", "model", "exact"),
-        ("llama", "ngram", "int8"),
-        ("gemma4", "ngram", "exact"),
-        ("cohere2", "none", "exact"),
-        ("qwen3_5", "none", "exact"),
-        ("qwen3_moe", "none", "exact"),
+        ("qwen3", "model", "exact", "off"),
+        ("qwen3", "none", "exact", "on"),
+        ("llama", "ngram", "int8", "off"),
+        ("gemma4", "ngram", "exact", "off"),
+        ("cohere2", "none", "exact", "off"),
+        ("qwen3_5", "none", "exact", "off"),
+        ("qwen3_moe", "none", "exact", "off"),
     ],
 )
 def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
-    tiny, monkeypatch, used, family: str, drafts: str, draft_kv: str
+    tiny, monkeypatch, used, family: str, drafts: str, draft_kv: str, same_bits: str
 ) -> None:
     path, _ = tiny(family)
-    options = {"device": DEVICE, "dtype": "float32", "max_context": 96, "block_tokens": BLOCK}
+    options = {"device": DEVICE, "dtype": "float32", "max_context": 128, "block_tokens": BLOCK}
     options |= {"draft": path if drafts == "model" else drafts, "budget": 32, "draft_tokens": 4}
     options |= {"placement": PLACEMENTS["kv-in-part"], "inner_draft_tokens": 2}
     options |= {"draft_kv": draft_kv}
+    # Long enough for a whole chunk of rows of a recurrent layer behind those that are not folded.
+    prompt = random_ids(24) * (4 if family == "qwen3_5" else 2)
     not_used = NOT_USED | OF_OTHERS.get(family, {"layer_norm", "geglu"})
     if family != "qwen3_5":
         not_used |= RECURRENT
@@ -77,11 +80,14 @@ def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
         not_used |= {"dense_experts", "choose_experts", "expert_tiles", "sum_experts"}
     if draft_kv != "int8":
         not_used |= {"round_chunks"}
+    if same_bits == "off":
+        not_used |= {"dense_matmul"}  # PyTorch's product is used
     texts = {}
     for name in (REFERENCE, *HERE, TRITON):
         monkeypatch.setattr(dispatch, "_forced", name)
-        with Engine.from_pretrained(path, **options) as engine:
-            texts[name] = engine.generate(random_ids(24) * 2, SamplingParams(9, temperature=0))
+        mode = same_bits if name == TRITON else "auto"
+        with Engine.from_pretrained(path, same_bits=mode, **options) as engine:
+            texts[name] = engine.generate(prompt, SamplingParams(9, temperature=0))
     assert all(text.token_ids == texts[REFERENCE].token_ids for text in texts.values())
     assert texts[TRITON].stats["retrieval"]["churn"] is not None, "it was refreshed"
     for kernel, paths in OF_TRITON.items():
