@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from triforce_offload.conveyor import Conveyor, Transfer
 from triforce_offload.kv.store import KVStore
 from triforce_offload.schedule import Crossing, KVPlaces, Places, pass_schedule
-from triforce_offload.weights.locations import Location
+from triforce_offload.weights.locations import LayerLocation, Location
 from triforce_offload.weights.store import WeightStore
 
 
@@ -37,7 +37,7 @@ class PassCopies:
         other pass may be under way.
         """
         own, shared = [0] * len(sequences), 0
-        for crossing in self.start(sequences):
+        for crossing in self._start(sequences, self._weights.in_passes):
             if crossing.block is None:
                 shared += crossing.nbytes
             else:
@@ -57,13 +57,19 @@ class PassCopies:
         self.conveyor.cancel()
         self._shares.clear()
 
-    def start(self, sequences: Sequence[KVStore]) -> list[Crossing]:
-        """Start copies without counting them as a pass. Return the crossings."""
+    def begin_prefill(self, sequence: KVStore) -> None:
+        """Start the copies of a prefill, which is not counted as a pass."""
+        self._start([sequence], self._weights.locations)
+
+    def _start(
+        self, sequences: Sequence[KVStore], weights: Sequence[LayerLocation]
+    ) -> list[Crossing]:
+        """Start copies and return the crossings. weights: location of each layer"""
         shape = sequences[0].shape
         layers = range(shape.layers)
         crossings = pass_schedule(
             Places(
-                layer_bytes=self._weights.link_bytes,
+                layer_bytes=[each.source.bytes.numel() if each.source else 0 for each in weights],
                 texts=[
                     KVPlaces(
                         [len(kv.locations(layer)) for layer in layers],
@@ -78,7 +84,7 @@ class PassCopies:
 
         def location(crossing: Crossing) -> Location:
             if crossing.block is None:
-                return self._weights.locations[crossing.layer]
+                return weights[crossing.layer]
             return sequences[crossing.text].locations(crossing.layer)[crossing.block]
 
         # A block with more exceptions than the split format has room for is larger than the others.

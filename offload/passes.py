@@ -16,11 +16,15 @@ class Passes:
     copies run while other work computes; then run a forward over `weights` and `cache`; then call
     `SequenceKV.keep` for each sequence.
 
-    The sequences may differ from pass to pass. A prefill drops the copies of a pass that was begun.
+    The sequences may differ from pass to pass. A prefill drops the copies of a pass that was begun,
+    and runs over `prefill_weights`: the device computes all layers.
     """
 
-    def __init__(self, copies: PassCopies, weights: StreamedWeights) -> None:
+    def __init__(
+        self, copies: PassCopies, weights: StreamedWeights, prefill_weights: StreamedWeights
+    ) -> None:
         self.weights = weights
+        self.prefill_weights = prefill_weights
         self._copies = copies
 
     def begin(self, sequences: Sequence[SequenceKV]) -> None:
@@ -43,6 +47,11 @@ class Passes:
             sequence.cache.text = index
         caches = [sequence.cache for sequence in sequences]
         return caches[0] if len(caches) == 1 else SequenceCaches(caches)
+
+    def forget_slots(self) -> None:
+        """Drop what was kept of slots that layers were streamed through."""
+        self.weights.forget()
+        self.prefill_weights.forget()
 
     def end(self) -> None:
         """Drop a pass that was begun and not run."""

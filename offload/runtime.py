@@ -82,12 +82,17 @@ class Runtime:
             self._staged = self._rings.pop()
             self._staging = StagingSlots(staging, link)
             self._copies = PassCopies(self.conveyor, self.weights, plan.requirements.kv_index)
-            self.passes = Passes(self._copies, StreamedWeights(self.weights, self.conveyor, trace))
+            through = layouts, self.conveyor, trace
+            self.passes = Passes(
+                self._copies,
+                StreamedWeights(self.weights.in_passes, *through),
+                StreamedWeights(self.weights.locations, *through),
+            )
             undo.pop_all()
 
     @property
     def streams(self) -> bool:
-        """Whether anything crosses the link in passes over a full context."""
+        """See MemoryPlan.streams."""
         return self.plan.streams
 
     def sequence(self) -> SequenceKV:
@@ -126,7 +131,7 @@ class Runtime:
         """Free all slots for good, except the two of each kind that copies and compute alternate
         between. Return whether any were freed. Do not call it during a pass.
         """
-        self.passes.weights.forget()
+        self.passes.forget_slots()
         dropped = self.conveyor.drop_slots(_LEAST_SLOTS)
         for ring in self._rings:
             for allocation in ring[_LEAST_SLOTS:]:

@@ -58,3 +58,10 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def parse_share(name: str, value: object) -> float:
+    """Return a share from 0 to 1. name: what the error calls it. Raises UsageError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise UsageError(f"{name} must be auto, off or a share from 0 to 1, got {value!r}")
+    return float(value)

@@ -15,7 +15,7 @@ from typing import Any
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.errors import UsageError
 from triforce_offload.plan.placement import Placement
-from triforce_offload.units import parse_bandwidth, parse_bytes
+from triforce_offload.units import parse_bandwidth, parse_bytes, parse_share
 
 METHODS = ("triforce", "speculative", "autoregressive")
 RETRIEVAL = ("mass", "mean")
@@ -297,6 +297,8 @@ class EngineConfig:
     same_bits: "on": each token has the same logits to the last bit, whatever drafts it, wherever
         weights and KV are, and whatever other sequences share its passes; "off": not; "auto": "on"
         where this costs little, which is on a CPU with compiled kernels
+    host_compute: share of the layers that would stream that the processor computes in passes, where
+        they are in host memory; "auto": as many as make passes faster, on a GPU; "off" is 0
     sequences: number of sequences that a pass may run over at once, each with its own KV and draft
         levels; streamed weights cross the link once for all of them
     max_context: the most tokens of prompt and output together; None for the model's positions. A
@@ -313,6 +315,7 @@ class EngineConfig:
     weights: str = AUTO
     kv: str = AUTO
     same_bits: str = AUTO
+    host_compute: float | str = AUTO
     sequences: int = 1
     max_context: int | None = None
     block_tokens: int | None = None
@@ -338,10 +341,17 @@ class EngineConfig:
             raise UsageError(f"kv {self.kv!r} is not one of {', '.join(KV_FORMATS)}")
         if self.same_bits not in SAME_BITS:
             raise UsageError(f"same_bits {self.same_bits!r} is not one of {', '.join(SAME_BITS)}")
+        if self.host_compute != AUTO:
+            share = 0 if self.host_compute == OFF else self.host_compute
+            object.__setattr__(self, "host_compute", parse_share("host_compute", share))
         if not _whole(self.sequences, 1, MOST_SEQUENCES):
             raise UsageError(f"sequences must be 1 to {MOST_SEQUENCES}, got {self.sequences!r}")
-        if self.sequences > 1 and self.machine.gpus > 1:
-            raise UsageError("several sequences at once are not possible on several GPUs yet")
+        for name, asked in (
+            ("several sequences at once are", self.sequences > 1),
+            ("layers that the processor computes are", self.host_compute not in (AUTO, 0)),
+        ):
+            if asked and self.machine.gpus > 1:
+                raise UsageError(f"{name} not possible on several GPUs yet")
         self.method.check_weights(self.weights)
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))

@@ -165,7 +165,7 @@ class SequenceKV:
             device=self._memory.device,
         )
         if streams:
-            self._copies.start([kv])
+            self._copies.begin_prefill(kv)
         conveyor = self._copies.conveyor
         cache = PrefillCache(kv, conveyor, rows, gathered, self._scores, self.recent)
         del gathered

@@ -1,4 +1,4 @@
-"""A timeline of link, device and host, in the format of Chrome's and Perfetto's viewers.
+"""A timeline of link, device, processor and host, in the format of Chrome's and Perfetto's viewers.
 
 Without tracing nothing of it runs: the link is not wrapped, and `NoTrace` does nothing.
 """
@@ -18,8 +18,9 @@ from triforce_offload.link.link import Event, Link, WrappedLink
 if TYPE_CHECKING:
     import torch
 
-COPY_IN, COPY_OUT, COMPUTE, HOST = "copy in", "copy out", "compute", "host"
-TRACKS = (COPY_IN, COPY_OUT, COMPUTE, HOST)
+COPY_IN, COPY_OUT, COMPUTE = "copy in", "copy out", "compute"
+PROCESSOR, HOST = "processor", "host"
+TRACKS = (COPY_IN, COPY_OUT, COMPUTE, PROCESSOR, HOST)
 _LEAST_WAIT_SECONDS = 20e-6
 
 
@@ -42,6 +43,9 @@ class Tracer(Protocol):
     def compute(self, name: str, **args: Any) -> AbstractContextManager:
         """Group the kernels launched inside the block under one name."""
 
+    def processor(self, name: str, **args: Any) -> AbstractContextManager:
+        """Record what the processor computes of a pass inside the block."""
+
     def host(self, name: str, began: float, seconds: float, **args: Any) -> None:
         """Record work of the host, which began at `began` in seconds of time.perf_counter."""
 
@@ -50,6 +54,9 @@ class NoTrace:
     """A tracer that records nothing."""
 
     def compute(self, name: str, **args: Any) -> AbstractContextManager:
+        return _NOTHING
+
+    def processor(self, name: str, **args: Any) -> AbstractContextManager:
         return _NOTHING
 
     def host(self, name: str, began: float, seconds: float, **args: Any) -> None:
@@ -76,6 +83,14 @@ class Trace:
             yield
         finally:
             self._computed.append((name, began, self._link.record(), args))
+
+    @contextmanager
+    def processor(self, name: str, **args: Any) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._host.append(Span(PROCESSOR, name, began, time.perf_counter(), args))
 
     def host(self, name: str, began: float, seconds: float, **args: Any) -> None:
         self._host.append(Span(HOST, name, began, began + seconds, args))

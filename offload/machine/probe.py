@@ -18,6 +18,7 @@ from typing import Any
 from triforce_offload.errors import OutputError, UsageError
 from triforce_offload.files import Output, cache_directory
 from triforce_offload.machine.gpus import measure_together
+from triforce_offload.machine.processor import measure_processor
 from triforce_offload.machine.profiles import ALL_REDUCE_SECONDS, EMULATED, Hardware, integer_rate
 from triforce_offload.machine.timing import seconds_of
 from triforce_offload.memory.available import available_host_bytes, lendable_bytes
@@ -51,8 +52,9 @@ class Rates:
     product_seconds_per_byte, attend_bytes_per_second, attend_flops_per_second,
         decode_seconds_per_number: as in Hardware, for a CPU
     disk_bytes_per_second: as in Hardware
-    other_links, host_bytes_per_second, all_reduce_seconds, all_reduce_bytes_per_second: as in
-        Hardware, for several GPUs
+    host_bytes_per_second: as in Hardware
+    host_flops_per_second: as in Hardware, for one GPU
+    other_links, all_reduce_seconds, all_reduce_bytes_per_second: as in Hardware, for several GPUs
     measured: date, as 2026-11-21
     load: average number of processes that used or waited for a processor, over one minute
     """
@@ -70,6 +72,7 @@ class Rates:
     load: float = 0.0
     other_links: tuple[float, ...] = ()
     host_bytes_per_second: float | None = None
+    host_flops_per_second: float | None = None
     all_reduce_seconds: float | None = None
     all_reduce_bytes_per_second: float | None = None
 
@@ -213,6 +216,13 @@ def measure_gpu() -> Rates:
         # A card whose memory others have filled cannot be measured.
         with suppress(RuntimeError):
             rates = replace(rates, **measure_together())
+    elif (processor := measure_processor()) is not None:
+        rates = replace(
+            rates,
+            # The link reads host memory too.
+            host_bytes_per_second=max(processor.bytes_per_second, size / link),
+            host_flops_per_second=processor.flops_per_second,
+        )
     return _now(rates)
 
 
@@ -302,6 +312,7 @@ def _checked(raw: Any) -> Rates:
         rates.decode_seconds_per_number,
         rates.disk_bytes_per_second,
         rates.host_bytes_per_second,
+        rates.host_flops_per_second,
         rates.all_reduce_seconds,
         rates.all_reduce_bytes_per_second,
         *rates.other_links,
@@ -351,6 +362,7 @@ def _gpu(rate: float | None) -> Hardware:
         link_full=full,
         other_links=() if rate else rates.other_links,
         host_bytes_per_second=rates.host_bytes_per_second,
+        host_flops_per_second=rates.host_flops_per_second,
         all_reduce_seconds=rates.all_reduce_seconds or ALL_REDUCE_SECONDS,
         all_reduce_bytes_per_second=rates.all_reduce_bytes_per_second,
         host_memory_bytes=machine.host_available_bytes,

@@ -30,6 +30,9 @@ GRAPH_LAUNCH_SECONDS = 0.5e-6
 # Seconds of an all-reduce of a few bytes over two cards without peer-to-peer: two trips through
 # host memory.
 ALL_REDUCE_SECONDS = 40e-6
+# A processor's kernels take as long to decode a number of a matrix as to multiply it with this many
+# rows (measured with bfloat16 and with int4 groups, 1 to 64 rows; docs/kernels.md).
+PRODUCT_ROWS = 5
 # Name of the device of a machine without a GPU.
 EMULATED = "emulated device (CPU)"
 _LINK = re.compile(r"pcie([345])x(1|2|4|8|16)")
@@ -61,7 +64,9 @@ class Hardware:
     gpus: number of GPUs
     other_links: bytes per second of the links of GPUs after the first; empty if they equal the
         first
-    host_memory_bytes, host_bytes_per_second: size and rate of host memory; None if unknown
+    host_memory_bytes, host_bytes_per_second: size and rate of host memory, which links and the
+        processor share; None if unknown
+    host_flops_per_second: rate of the processor's products with many rows; None if unknown
     disk_bytes_per_second: rate at which passes read from files; None if they may not
     """
 
@@ -87,6 +92,7 @@ class Hardware:
     other_links: tuple[float, ...] = ()
     host_memory_bytes: int | None = None
     host_bytes_per_second: float | None = None
+    host_flops_per_second: float | None = None
     disk_bytes_per_second: float | None = None
 
     @property

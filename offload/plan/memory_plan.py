@@ -24,12 +24,14 @@ class Where(Enum):
     """Where the exact weights of a layer are between passes.
 
     SPLIT: high bits on the device, low bits in host memory
+    PROCESSOR: in host memory, where the processor computes with them in passes
     FILE: in the checkpoint's files, which every pass reads
     """
 
     DEVICE = "device"
     SPLIT = "split"
     HOST = "host"
+    PROCESSOR = "processor"
     FILE = "file"
 
 
@@ -55,13 +57,23 @@ class LayerPlan:
         return self.nbytes - self.low_bytes if self.where is Where.SPLIT else 0
 
     @property
-    def link_bytes(self) -> int:
-        """Bytes that cross the link in each pass."""
+    def prefill_bytes(self) -> int:
+        """Bytes that cross the link in a prefill."""
         return self.nbytes - self.device_bytes
 
     @property
+    def link_bytes(self) -> int:
+        """Bytes that cross the link in each pass."""
+        return 0 if self.where is Where.PROCESSOR else self.prefill_bytes
+
+    @property
+    def processor_bytes(self) -> int:
+        """Bytes that the processor computes with in each pass, of experts all that there are."""
+        return self.nbytes if self.where is Where.PROCESSOR else 0
+
+    @property
     def host_bytes(self) -> int:
-        return 0 if self.where is Where.FILE else self.link_bytes
+        return 0 if self.where is Where.FILE else self.prefill_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -135,18 +147,19 @@ class MemoryPlan:
     @cached_property
     def layers(self) -> tuple[LayerPlan, ...]:
         needs, placement = self.requirements, self.placement
-        copies, files = set(placement.int4_layers), set(placement.file_layers)
-        streamed, split = set(placement.streamed_layers), set(placement.split_layers)
+        copies = set(placement.int4_layers)
+        where = dict.fromkeys(placement.streamed_layers, Where.HOST)
+        for kind, layers in (
+            (Where.SPLIT, placement.split_layers),
+            (Where.FILE, placement.file_layers),
+            (Where.PROCESSOR, placement.processor_layers),
+        ):
+            where |= dict.fromkeys(layers, kind)
         plans = []
         for layer, nbytes in enumerate(needs.layer_bytes):
-            where = Where.DEVICE
-            if layer in streamed:
-                where = Where.HOST
-                if layer in split or layer in files:
-                    where = Where.SPLIT if layer in split else Where.FILE
             low = needs.low_bytes[layer] if needs.low_bytes else 0
             copy = needs.int4_bytes[layer] if layer in copies and needs.int4_bytes else 0
-            plans.append(_layer_plan(where, nbytes, low, copy))
+            plans.append(_layer_plan(where.get(layer, Where.DEVICE), nbytes, low, copy))
         return tuple(plans)
 
     @cached_property
@@ -157,13 +170,23 @@ class MemoryPlan:
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
-        """Layers that cross the link in each pass, at least in part."""
+        """Layers that are not on the device, at least in part."""
         return tuple(sorted(self.placement.streamed_layers))
 
     @cached_property
     def weights_link_bytes(self) -> int:
         """Bytes of weights that cross the link in each pass."""
         return sum(layer.link_bytes for layer in self.layers)
+
+    @cached_property
+    def weights_prefill_bytes(self) -> int:
+        """Bytes of weights that cross the link in a prefill."""
+        return sum(layer.prefill_bytes for layer in self.layers)
+
+    @cached_property
+    def processor_bytes(self) -> int:
+        """Bytes of weights that the processor computes with in each pass."""
+        return sum(layer.processor_bytes for layer in self.layers)
 
     @cached_property
     def weights_file_bytes(self) -> int:
@@ -177,23 +200,24 @@ class MemoryPlan:
 
     @property
     def streams(self) -> bool:
-        """Whether anything crosses the link in passes over a full context."""
-        return self.link_bytes > 0
+        """Whether passes over a full context wait for the link, or for the processor."""
+        return self.link_bytes > 0 or self.processor_bytes > 0
 
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a weight slot, which has room for any streamed layer."""
-        return max(layer.link_bytes for layer in self.layers)
+        return max(layer.prefill_bytes for layer in self.layers)
 
     @property
     def layer_counts(self) -> dict[str, int]:
         """How many layers there are, and how many are kept in each way."""
         return {
             "layers": len(self.layers),
-            "resident_weight_layers": sum(not layer.link_bytes for layer in self.layers),
+            "resident_weight_layers": sum(not layer.prefill_bytes for layer in self.layers),
             "int4_layers": sum(layer.copy_bytes > 0 for layer in self.layers),
             "file_layers": sum(layer.where is Where.FILE for layer in self.layers),
             "split_layers": sum(layer.where is Where.SPLIT for layer in self.layers),
+            "processor_layers": sum(layer.where is Where.PROCESSOR for layer in self.layers),
         }
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from triforce_offload.errors import UsageError
 
@@ -25,6 +26,8 @@ class Placement:
         room for them
     split_layers: streamed layers of which only the low bits stream; the high bits stay on the
         device and draft
+    processor_layers: streamed layers that only prefills copy to the device; in a pass the processor
+        computes them, where they are in host memory
     """
 
     streamed_layers: tuple[int, ...]
@@ -37,6 +40,7 @@ class Placement:
     int4_layers: tuple[int, ...] = ()
     file_layers: tuple[int, ...] = ()
     split_layers: tuple[int, ...] = ()
+    processor_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that no placement can have."""
@@ -44,11 +48,12 @@ class Placement:
             layers = getattr(self, name)
             if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
                 raise UsageError(f"{name} of a placement cannot be {layers!r}")
-        for name in ("file_layers", "split_layers"):
+        for name in _OF_STREAMED:
             if not set(layers := getattr(self, name)) <= set(self.streamed_layers):
                 raise UsageError(f"{name} {list(layers)} are not all streamed_layers")
-        if both := sorted(set(self.file_layers) & set(self.split_layers)):
-            raise UsageError(f"layers {both} cannot be in files and be split")
+        for name, other in combinations(_OF_STREAMED, 2):
+            if both := sorted(set(getattr(self, name)) & set(getattr(self, other))):
+                raise UsageError(f"layers {both} cannot be both {name} and {other}")
         if not isinstance(self.embedding_resident, bool):
             raise UsageError(f"embedding_resident cannot be {self.embedding_resident!r}")
         for name in _COUNTS:
@@ -73,7 +78,9 @@ class Placement:
         )
 
 
-LAYER_LISTS = ("streamed_layers", "int4_layers", "file_layers", "split_layers")
+# Each streamed layer is in one of these at most.
+_OF_STREAMED = ("file_layers", "split_layers", "processor_layers")
+LAYER_LISTS = ("streamed_layers", "int4_layers", *_OF_STREAMED)
 _COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "reclaimed_kv_blocks")
 
 

@@ -136,6 +136,21 @@ def place_on_host(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
     return placed
 
 
+def for_processor(plan: MemoryPlan) -> tuple[int, ...]:
+    """Return the layers that the processor may compute: those in host memory as a whole."""
+    whole = (Where.HOST, Where.PROCESSOR)
+    return tuple(i for i, layer in enumerate(plan.layers) if layer.where in whole)
+
+
+def place_on_processor(plan: MemoryPlan, count: int) -> MemoryPlan:
+    """Return the plan in which the processor computes `count` of the layers that it may, evenly
+    spaced, so that the link brings others meanwhile.
+    """
+    whole = for_processor(plan)
+    chosen = spread(count, len(whole)) if count else ()
+    return plan.placed(processor_layers=tuple(whole[i] for i in chosen))
+
+
 def spread(count: int, layers: int) -> tuple[int, ...]:
     """Return `count` of `layers` layers, evenly spaced, so that the link never rests for long."""
     return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))

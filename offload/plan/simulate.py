@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from triforce_offload.link.trace import COMPUTE, COPY_IN, Span
+from triforce_offload.link.trace import COMPUTE, COPY_IN, PROCESSOR, Span
 from triforce_offload.schedule import WEIGHTS, Crossing
 
 
@@ -20,6 +20,7 @@ class Work(NamedTuple):
     needs: number of crossings, counted from the first, that must be complete before it starts
     releases: indices of crossings whose slots are free after it
     layer: index of its layer; -1 if it belongs to none
+    by_processor: whether the processor computes the layer
     """
 
     name: str
@@ -27,6 +28,7 @@ class Work(NamedTuple):
     needs: int = 0
     releases: tuple[int, ...] = ()
     layer: int = -1
+    by_processor: bool = False
 
 
 class ReadFromDisk(NamedTuple):
@@ -73,7 +75,7 @@ def simulate(
     members: dict[str, list[int]] = {ring: [] for ring in slots}
     link_free = copies_begin
     clock = 0.0
-    for _, seconds, needs, releases, _ in works:
+    for _, seconds, needs, releases, *_ in works:
         while len(crossed) < needs:
             index = len(crossed)
             ring, layer, _, nbytes, _ = crossings[index]
@@ -110,7 +112,8 @@ def spans(
         args: dict[str, Any] = {"simulated": True}
         if work.layer >= 0:
             args["layer"] = work.layer
-        shown.append(Span(COMPUTE, work.name, start + began, start + ended, args))
+        track = PROCESSOR if work.by_processor else COMPUTE
+        shown.append(Span(track, work.name, start + began, start + ended, args))
     return shown
 
 

@@ -50,11 +50,18 @@ class Location(Protocol):
         """The host location of the bytes, if host memory has them (alone or as well); else None."""
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        """Return the bytes on the device. slot: the streamed bytes of `source`, None without one"""
+        """Return the bytes where they are computed with. slot: the streamed bytes of `source`, None
+        without one
+        """
 
 
 class LayerLocation(Location, Protocol):
-    """Where the weights of a layer are, and which tensors passes and the retrieval level read."""
+    """Where the weights of a layer are, and which tensors passes and the retrieval level read.
+
+    by_processor: whether the processor computes with them, where they are in host memory
+    """
+
+    by_processor: bool
 
     def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
         """Return the layer's exact tensors. came: the result of `read`"""
@@ -69,7 +76,8 @@ class LayerLocation(Location, Protocol):
 class DeviceLocation:
     """Bytes that stay on the device."""
 
-    dense, source, host = False, None, None
+    dense, by_processor = False, False
+    source, host = None, None
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.memory = buffer
@@ -87,7 +95,7 @@ class DeviceLocation:
 class HostLocation:
     """Bytes in host memory, all of which cross the link each time they are read."""
 
-    dense = False
+    dense, by_processor = False, False
 
     def __init__(self, buffer: torch.Tensor, written: Event | None = None) -> None:
         """written: event after which the buffer has its bytes; None if it has them now."""
@@ -105,6 +113,22 @@ class HostLocation:
         return layout.views(came)
 
 
+class ProcessorLocation:
+    """A layer in host memory, with which the processor computes where it is."""
+
+    dense, by_processor, source = False, True, None
+
+    def __init__(self, host: HostLocation) -> None:
+        self.host = host
+        self.memory = host.memory
+
+    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
+        return self.memory
+
+    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
+        return layout.views(came)
+
+
 class DenseLocation(HostLocation):
     """A block of keys and values in host memory that is kept dense although others are split,
     because it has more exceptions than a split block has room for.
@@ -117,6 +141,8 @@ class SplitLocation:
     """A split layer: its first bytes, which include the high bits, stay on the device; its last
     bytes, the low bits, cross the link.
     """
+
+    by_processor = False
 
     def __init__(self, resident: torch.Tensor, low: torch.Tensor) -> None:
         """resident: bytes on the device; low: bytes on the host."""
@@ -137,7 +163,7 @@ class SplitLocation:
 class FileLocation:
     """A layer that is read from a file, and crosses the link, each time it is needed."""
 
-    memory = None
+    by_processor, memory = False, None
 
     def __init__(self, content: OnDemand) -> None:
         self.source = Source(content)

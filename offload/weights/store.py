@@ -22,6 +22,7 @@ from triforce_offload.weights.locations import (
     FileLocation,
     HostLocation,
     LayerLocation,
+    ProcessorLocation,
     SplitLocation,
 )
 
@@ -42,6 +43,7 @@ class WeightStore:
     """Every layer as one flat buffer with a location.
 
     locations, layouts: location and layout of each layer
+    in_passes: locations that passes use, where these differ: of layers that the processor computes
     """
 
     def __init__(
@@ -83,12 +85,17 @@ class WeightStore:
                 case Where.SPLIT:
                     self.locations.append(SplitLocation(device, host_part))
                     views.append(layout.joined(device, host_part))
-                case Where.HOST:
+                case Where.HOST | Where.PROCESSOR:
                     self.locations.append(HostLocation(host_part))
                     views.append(layout.views(host_part))
                 case Where.FILE:
                     self.locations.append(FileLocation(_FilledLayer(layer, layout, fill)))
                     views.append(None)
+
+        self.in_passes = [
+            ProcessorLocation(location) if plan.where is Where.PROCESSOR else location
+            for plan, location in zip(plans, self.locations, strict=True)
+        ]
 
         def load(layer: int, into: Views | None) -> None:
             if into is not None:
@@ -104,15 +111,9 @@ class WeightStore:
             self.close()
             raise
 
-    @property
-    def link_bytes(self) -> list[int]:
-        """Bytes of each layer that cross the link in a pass."""
-        return [
-            location.source.bytes.numel() if location.source else 0 for location in self.locations
-        ]
-
     def close(self) -> None:
         self.locations.clear()
+        self.in_passes.clear()
         self._memory.free(self._device)
         self._host.close()
 
@@ -133,10 +134,20 @@ class _FilledLayer:
 
 
 class StreamedWeights:
-    """The weights for passes: the model asks for a layer and cannot tell where it was."""
+    """The weights for passes or prefills: the model asks for a layer and cannot tell where it was.
+    A layer that the processor computes is in host memory.
+    """
 
-    def __init__(self, store: WeightStore, conveyor: Conveyor, trace: Tracer) -> None:
-        self._store = store
+    def __init__(
+        self,
+        locations: Sequence[LayerLocation],
+        layouts: Sequence[FlatLayout],
+        conveyor: Conveyor,
+        trace: Tracer,
+    ) -> None:
+        """locations, layouts: location and layout of each layer"""
+        self._locations = locations
+        self._layouts = layouts
         self._conveyor = conveyor
         self._trace = trace
         self._views: dict[tuple[int, int], Views] = {}
@@ -148,12 +159,13 @@ class StreamedWeights:
     @contextmanager
     def layer(self, index: int) -> Iterator[Views]:
         """Weights.layer. Raises LinkError."""
-        location = self._store.locations[index]
+        location = self._locations[index]
         with self._conveyor.bring((WEIGHTS, index), location) as buffer:
             key = (index, buffer.data_ptr())
             if key not in self._views:
-                self._views[key] = location.views(self._store.layouts[index], buffer)
-            with self._trace.compute("layer", layer=index):
+                self._views[key] = location.views(self._layouts[index], buffer)
+            compute = self._trace.processor if location.by_processor else self._trace.compute
+            with compute("layer", layer=index):
                 yield self._views[key]
 
 

@@ -14,7 +14,17 @@ from tiny_families import LAYERS
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import OutputError, UsageError
 from triforce_offload.link.emulated import EmulatedLink
-from triforce_offload.link.trace import COMPUTE, COPY_IN, COPY_OUT, HOST, NoTrace, Trace, TracedLink
+from triforce_offload.link.trace import (
+    COMPUTE,
+    COPY_IN,
+    COPY_OUT,
+    HOST,
+    PROCESSOR,
+    TRACKS,
+    NoTrace,
+    Trace,
+    TracedLink,
+)
 
 PARAMS = SamplingParams(30, temperature=0.8, seed=1)
 OPTIONS = {
@@ -54,7 +64,7 @@ def test_a_trace_holds_every_copy_and_changes_nothing(tiny, tmp_path, method) ->
     assert result.token_ids == expected.token_ids
     assert not (tmp_path / "trace.json.partial").exists()
     events, link = events_of(file), result.stats["link"]
-    assert list(events) == [COPY_IN, COPY_OUT, COMPUTE, HOST]
+    assert tuple(events) == TRACKS
     for track, named in ((COPY_IN, "to_device"), (COPY_OUT, "to_host")):
         carried = sum(event["args"]["bytes"] for event in events[track])
         assert carried == link[f"bytes_{named}"] + link[f"prefill_bytes_{named}"]
@@ -70,6 +80,22 @@ def test_a_trace_holds_every_copy_and_changes_nothing(tiny, tmp_path, method) ->
     assert {event["name"] for event in events[COMPUTE]} == {"layer", "wait"}
     named = {event["name"] for event in events[HOST]}
     assert named >= ({"step"} if method["method"] == "autoregressive" else {"draft", "verify"})
+
+
+def test_layers_that_the_processor_computes_have_a_track_of_their_own(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    file = tmp_path / "trace.json"
+    options = OPTIONS | {"placement": PLACEMENTS["processor"], "method": "autoregressive"}
+    with Engine.from_pretrained(path, trace=file, **options) as engine:
+        passes = engine.generate(random_ids(75), PARAMS).stats["passes"]
+    events = events_of(file)
+    computed = [event["args"]["layer"] for event in events[PROCESSOR]]
+    assert computed == list(PLACEMENTS["processor"].processor_layers) * passes
+    # The device computes all layers of the prefill.
+    layers = [event for event in events[COMPUTE] if event["name"] == "layer"]
+    assert len(layers) == LAYERS * (1 + passes) - len(computed)
+    crossed = [e["args"]["layer"] for e in events[COPY_IN] if e["name"] == "weights"]
+    assert sorted(crossed) == sorted([0, 1, 2] + [1] * passes)
 
 
 def test_levels_below_the_target_are_in_it(tiny, tmp_path) -> None:

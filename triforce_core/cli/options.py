@@ -170,6 +170,14 @@ def _add_formats(group: Options) -> None:
         choices=SAME_BITS,
     )
 
+    add(
+        "host_compute",
+        "share of the layers that would stream which the processor computes where they are, from 0 "
+        "to 1; off is 0; auto: as many as make a GPU's passes faster",
+        type=host_share,
+        metavar="auto|off|SHARE",
+    )
+
 
 def add_explained_options(parser: argparse.ArgumentParser) -> None:
     """Add options of llama.cpp that have no counterpart here; using one explains why."""
@@ -201,16 +209,21 @@ def draft_length(text: str) -> int | str:
     return _number_or(text, AUTO)
 
 
+def host_share(text: str) -> float | str:
+    """Parse a share of layers: a number, "auto" or "off"."""
+    return _number_or(text, AUTO, OFF, kind=float)
+
+
 def tree_nodes(text: str) -> int | str:
     """Parse the number of nodes in a draft tree: a number, "auto" or "off"."""
     return _number_or(text, AUTO, OFF)
 
 
-def _number_or(text: str, *words: str) -> int | str:
+def _number_or(text: str, *words: str, kind: type[int] | type[float] = int) -> Any:
     if text in words:
         return text
     try:
-        return int(text)
+        return kind(text)
     except ValueError:
         said = f"{text!r} is neither a number nor {' nor '.join(words)}"
         raise argparse.ArgumentTypeError(said) from None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.elsewhere import CacheElsewhere, batch_on, device_of, moved
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.mixers import mixer_layer
 from triforce_core.model.mlps import mlp_layer
@@ -153,13 +154,16 @@ class Model:
             kind: list(replace(batch, rotation=rotation).parts(chunk))
             for kind, rotation in self.rope.rotations(batch.positions, hidden).items()
         }
+        here, through = hidden.device, CacheElsewhere(cache, hidden.device)
         for index, spec in enumerate(self.config.layers):
             with weights.layer(index) as layer:
+                hidden = moved(hidden, there := device_of(layer))
                 for part in parts[self.config.rotation_of(spec.mixer)]:
-                    self._layer(index, layer, hidden[part.first : part.end], cache, part)
+                    rows, part = hidden[part.first : part.end], batch_on(part, there)
+                    self._layer(index, layer, rows, cache if there == here else through, part)
             if each_layer is not None:
                 each_layer(index)
-        return hidden
+        return moved(hidden, here)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [tokens, hidden], scaled."""

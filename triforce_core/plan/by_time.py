@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
@@ -20,8 +20,10 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, LEAST_BUDGET, SPLIT, EngineConfig
+from triforce_offload.machine.processor import ProcessorRates
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
+from triforce_offload.plan.placing import for_processor
 from triforce_offload.weights.formats import DTYPES, dtype_name
 
 # Layers in files are read at this rate, where nobody measured the disk.
@@ -37,12 +39,45 @@ def decides(config: EngineConfig, sizes: ModelSizes) -> bool:
 
 
 def fastest(
-    sizes: ModelSizes, config: EngineConfig, room: Room, pieces: Pieces, hardware: Hardware
+    sizes: ModelSizes,
+    config: EngineConfig,
+    room: Room,
+    pieces: Pieces,
+    hardware: Hardware,
+    processor: Callable[[], ProcessorRates | None],
 ) -> Candidate:
     """Return the plan with the least simulated seconds per token, as `triforce plan` does.
 
-    sizes: in the formats that were asked for. Raises UsageError or DoesNotFitError.
+    sizes: in the formats that were asked for. processor: see `resolve`
+    Raises UsageError or DoesNotFitError.
     """
+    case, share = _case(sizes, config, room, pieces, hardware), config.host_compute
+    if share == AUTO:
+        best = choose(replace(case, host_compute=0.0))
+        # Rows that the processor computed would have other bits.
+        if sizes.same_bits or not for_processor(best.memory):
+            return best
+    if share == 0 or (rates := processor()) is None:
+        return best if share == AUTO else choose(case)
+    hardware = replace(
+        case.hardware,
+        # The link reads host memory too.
+        host_bytes_per_second=max(rates.bytes_per_second, hardware.link_bytes_per_second),
+        host_flops_per_second=rates.flops_per_second,
+    )
+    return choose(replace(case, hardware=hardware))
+
+
+def host_share(best: Candidate) -> float:
+    """Return the share of the layers that the processor computes of those that it may."""
+    may = len(for_processor(best.memory))
+    return len(best.memory.placement.processor_layers) / may if may else 0.0
+
+
+def _case(
+    sizes: ModelSizes, config: EngineConfig, room: Room, pieces: Pieces, hardware: Hardware
+) -> Case:
+    """Return the input of the planner for an engine."""
     method, context = sizes.method, sizes.max_context
     curve = AcceptanceCurve()
     if sizes.drafter:
@@ -56,24 +91,23 @@ def fastest(
     if config.block_tokens is not None:
         fixed["block_tokens"] = config.block_tokens
     auto = {"weights": may_split_weights(sizes, config), "kv": config.kv == AUTO}
-    return choose(
-        Case(
-            sizes.config,
-            _within(hardware, room),
-            context,
-            max(1, min(SamplingParams.max_new_tokens, context - 1)),
-            DTYPES[dtype_name(sizes.dtype)],
-            curve,
-            str(method.draft),
-            sizes.drafter,
-            pieces if quantised else None,
-            split=config.weights == SPLIT,
-            split_kv=sizes.kv_split,
-            auto=frozenset(name for name, free in auto.items() if free),
-            method=method,
-            fixed=fixed,
-            device=sizes.device,
-        )
+    return Case(
+        sizes.config,
+        _within(hardware, room),
+        context,
+        max(1, min(SamplingParams.max_new_tokens, context - 1)),
+        DTYPES[dtype_name(sizes.dtype)],
+        curve,
+        str(method.draft),
+        sizes.drafter,
+        pieces if quantised else None,
+        split=config.weights == SPLIT,
+        split_kv=sizes.kv_split,
+        auto=frozenset(name for name, free in auto.items() if free),
+        method=method,
+        host_compute=config.host_compute,
+        fixed=fixed,
+        device=sizes.device,
     )
 
 

@@ -10,7 +10,12 @@ from triforce_core.settings import DENSE, INT4, SPLIT, STORED
 from triforce_offload.errors import DoesNotFitError, UsageError, in_units
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
-from triforce_offload.plan.placing import least_bytes, place
+from triforce_offload.plan.placing import (
+    for_processor,
+    least_bytes,
+    place,
+    place_on_processor,
+)
 from triforce_offload.plan.requirements import Requirements
 
 # If nothing streams, a retrieval level saves only reads of KV. Unless requested, it is created only
@@ -74,6 +79,11 @@ def fit(
     if found.budget or found.memory.streams or sizes.block_tokens:
         return found
     return _in_one_block(sizes, available_bytes) or found
+
+
+def with_host_compute(memory: MemoryPlan, share: float) -> MemoryPlan:
+    """Return the plan in which the processor computes a share of the layers that it may."""
+    return place_on_processor(memory, round(share * len(for_processor(memory))))
 
 
 def _under(sizes: ModelSizes, placement: Placement, most_budget: int | None) -> Resolved:

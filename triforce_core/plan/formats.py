@@ -55,6 +55,11 @@ def as_asked(
     Raises UsageError.
     """
     sizes = _with_same_bits(config.same_bits, sizes)
+    if sizes.same_bits and sizes.device.gpu and config.host_compute not in (AUTO, 0):
+        raise UsageError(
+            "--same-bits on and --host-compute do not go together on a GPU: the processor rounds "
+            "differently"
+        )
     name = dtype_name(sizes.dtype)
     if config.kv == SPLIT and name != "bfloat16":
         raise UsageError(

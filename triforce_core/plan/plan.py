@@ -154,11 +154,14 @@ class Plan:
         resident = min(placement.resident_kv_blocks + placement.reclaimed_kv_blocks, kv_blocks)
         parts = [
             f"{layers - len(placement.streamed_layers)} of {layers} layers' weights resident"
-            + (f", {len(placement.file_layers)} on disk" if placement.file_layers else "")
-            + (
-                f", the high bits of {len(placement.split_layers)}"
-                if placement.split_layers
-                else ""
+            + "".join(
+                f", {words.format(len(layers))}"
+                for words, layers in (
+                    ("{} on disk", placement.file_layers),
+                    ("the high bits of {}", placement.split_layers),
+                    ("{} computed by the processor", placement.processor_layers),
+                )
+                if layers
             ),
             f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident"
             if kv_blocks
@@ -246,5 +249,5 @@ _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
     "draft_kv",
     "weights", "kv", "reclaimed_kv_blocks", "int4_layers",
-    "file_layers", "split_layers",
+    "file_layers", "split_layers", "processor_layers",
 }  # fmt: skip

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan import by_time
-from triforce_core.plan.fitting import Resolved, fit, with_what_fits
+from triforce_core.plan.fitting import Resolved, fit, with_host_compute, with_what_fits
 from triforce_core.plan.formats import with_split_unasked
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import EngineConfig
+from triforce_core.settings import AUTO, EngineConfig
 from triforce_offload.errors import DoesNotFitError
+from triforce_offload.machine.processor import ProcessorRates
 from triforce_offload.machine.profiles import Hardware
 
 
@@ -24,6 +25,7 @@ def resolve(
     unsplit: Collection[str] = (),
     *,
     hardware: Hardware | None = None,
+    processor: Callable[[], ProcessorRates | None] = lambda: None,
     alone: bool = True,
     agreed: Callable[[int], int] = lambda budget: budget,
 ) -> Resolved:
@@ -32,6 +34,8 @@ def resolve(
     sizes: sizes in the formats that the settings ask for (`formats.as_asked`)
     pieces: of quantised matrices. unsplit: matrices that cannot be split
     hardware: rates of the device; None if they are not known: a rule by bytes decides then
+    processor: returns the rates of the processor, None without compiled kernels; called only if it
+        may compute layers
     alone: whether one rank has the whole model
     agreed: returns the least budget that any rank has room for, given this rank's
 
@@ -39,7 +43,7 @@ def resolve(
     """
     resolved = None
     if alone and hardware is not None and by_time.decides(config, sizes):
-        resolved = _by_time(sizes, config, room, pieces, unsplit, hardware)
+        resolved = _by_time(sizes, config, room, pieces, unsplit, hardware, processor)
     return resolved or _by_rule(sizes, config, room, unsplit, alone=alone, agreed=agreed)
 
 
@@ -50,12 +54,14 @@ def _by_time(
     pieces: Pieces,
     unsplit: Collection[str],
     hardware: Hardware,
+    processor: Callable[[], ProcessorRates | None],
 ) -> Resolved | None:
     """Return what `triforce plan` chooses, None if the engine has no room for it."""
     try:
-        best = by_time.fastest(sizes, config, room, pieces, hardware)
+        best = by_time.fastest(sizes, config, room, pieces, hardware, processor)
     except DoesNotFitError:
         return None
+    config = replace(config, host_compute=by_time.host_share(best))
     chosen = by_time.with_choice(sizes, best, unsplit)
     if not best.plan.budget:
         budgets: Iterable[int] = (0,)
@@ -107,7 +113,10 @@ def placed(
     Raises UsageError or DoesNotFitError.
     """
     fitted = fit(sizes, room.device_bytes, config.placement, most_budget)
-    return replace(fitted, memory=room.with_files(fitted.memory))
+    memory = room.with_files(fitted.memory)
+    if config.host_compute != AUTO:
+        memory = with_host_compute(memory, config.host_compute)
+    return replace(fitted, memory=memory)
 
 
 def _fitting_chains_too(sizes: ModelSizes, config: EngineConfig, room: Room) -> Resolved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from triforce_core.cli.options import CONTEXT_FLAGS, add_explained_options
+from triforce_core.cli.options import CONTEXT_FLAGS, add_explained_options, host_share
 from triforce_core.cli.parser import for_experts
 from triforce_core.model.known.mixes import NAMES
 from triforce_core.model.known.shapes import SHAPES
@@ -96,7 +96,20 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     )
     for_experts(add("--link-bandwidth", metavar="RATE", help="rate of each link, such as 25.4GB/s"))
     for_experts(
-        add("--host-bandwidth", metavar="RATE", help="rate of host memory, which all links share")
+        add(
+            "--host-bandwidth",
+            metavar="RATE",
+            help="rate of host memory, which all links and the processor share",
+        )
+    )
+    for_experts(
+        add(
+            "--host-flops",
+            type=float,
+            metavar="N",
+            help="operations per second of the processor's products, such as 1.5e12; with "
+            "--host-bandwidth, layers that would stream may be computed by it",
+        )
     )
     add(
         "--disk-bandwidth",
@@ -158,6 +171,14 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         choices=KV_FORMATS,
         help="format of KV; dense: in --dtype; split: bfloat16 in 12 bits, without loss; auto: "
         "the faster",
+    )
+    add(
+        "--host-compute",
+        type=host_share,
+        default=AUTO,
+        metavar="auto|off|SHARE",
+        help="share of the layers that would stream which the processor computes; auto: as many as "
+        "make passes faster, if its rates are known",
     )
     add("--resident-kv", metavar="N|Nlayers", help="KV blocks, or layers, that stay on the device")
     add(

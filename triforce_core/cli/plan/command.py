@@ -40,6 +40,7 @@ from triforce_core.settings import (
     NO_DRAFTER,
     SPLIT,
     STORED,
+    EngineConfig,
     MethodSettings,
 )
 from triforce_offload.errors import UsageError
@@ -126,6 +127,7 @@ def _case(args: argparse.Namespace) -> Case:
         split_kv=kv == SPLIT,
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),
         method=method,
+        host_compute=EngineConfig(host_compute=args.host_compute).host_compute,
     )
     if case.hardware.emulated:
         case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
@@ -205,9 +207,17 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
         changed["host_memory_bytes"] = parse_bytes(args.host_memory)
     if args.host_bandwidth:
         changed["host_bytes_per_second"] = parse_bandwidth(args.host_bandwidth)
+    if args.host_flops is not None:
+        changed["host_flops_per_second"] = _positive("--host-flops", args.host_flops)
     if args.disk_bandwidth:
         changed["disk_bytes_per_second"] = parse_bandwidth(args.disk_bandwidth)
     return replace(hardware, **changed)
+
+
+def _positive(flag: str, value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{flag} must be positive and finite, got {value:g}")
+    return value
 
 
 def _curve(

@@ -115,7 +115,8 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
     each = " of each GPU" if gpus > 1 else ""
     layers, resident = placement["layers"], placement["resident_weight_layers"]
     in_files = placement["file_layers"]
-    streamed = layers - resident - in_files
+    by_processor = placement["processor_layers"]
+    streamed = layers - resident - in_files - by_processor
     blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
     reclaimed = placement["reclaimed_kv_blocks"]
     workspace = "workspace of the prefill"
@@ -131,6 +132,7 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
             (f"weights of {resident} of {layers} layers{ends}", "device", "weights_bytes"),
             (f"weights of {streamed} layers", "host, streamed", "streamed_weights_bytes"),
             (f"weights of {in_files} layers", "disk, streamed", "file_weights_bytes"),
+            (f"weights of {by_processor} layers", "host, computed there", "processor_bytes"),
             (
                 f"KV: {kept - reclaimed} of {blocks} blocks, and the newest tokens",
                 *("device", "resident_kv_bytes"),

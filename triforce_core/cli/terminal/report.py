@@ -108,6 +108,8 @@ def _weights(placement: dict[str, Any]) -> str:
     text = f"{resident} of {layers} layers resident, {layers - resident} streamed"
     if split := placement["split_layers"]:
         text += f"; of {split} layers only the low bits stream"
+    if by_processor := placement["processor_layers"]:
+        text += f", of which the processor computes {by_processor} in passes"
     if in_files := placement["file_layers"]:
         text += f"; {in_files} layers are read from disk in each pass"
     return text

@@ -234,7 +234,7 @@ class Context:
         """Prefill in chunks. Return a copy of the last row's hidden state, [1, hidden], because the
         memory of all rows is reclaimed next.
         """
-        weights = self.models.runtime.passes.weights
+        weights = self.models.runtime.passes.prefill_weights
         with self.sequence.prefill(batch.rows) as cache:
             hidden = self.model.forward(
                 batch, weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer

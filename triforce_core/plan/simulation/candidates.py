@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from triforce_core.model.tensors import kv_shape
-from triforce_core.plan.fitting import Resolved, fit
+from triforce_core.plan.fitting import Resolved, fit, with_host_compute
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
@@ -17,11 +17,13 @@ from triforce_core.plan.simulation.acceptance_curve import (
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.simulation.launches import prefill_flops
+from triforce_core.plan.simulation.processor import Processor, fastest_counts
 from triforce_core.plan.simulation.round_cost import RoundCost
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_core.settings import AUTO, MethodSettings
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
+from triforce_offload.plan.placing import place_on_processor
 
 # Rate at which one host thread gathers chunks before they cross an emulated link (`kv/gather`). A
 # GPU reads chunks directly from host memory (`kv/direct`).
@@ -71,7 +73,7 @@ class Candidate:
         """
         case, rank = self.case, self.case.rank
         prompt = case.context - case.new_tokens
-        hardware, matrices = case.hardware, self.memory.weights_link_bytes
+        hardware, matrices = case.hardware, self.memory.weights_prefill_bytes
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
         compute += (2 * len(rank.layers) + 1) * case.costs.all_reduce(prompt)
@@ -109,18 +111,28 @@ def candidates(
         inner_draft_tokens=AUTO,
         budget=budget or None,
     )
-    fitted = _fit(case, method)
-    memory = fitted.memory
-    chosen = Plan.of(method, memory, fitted.budget)
-    chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights, kv=case.kv)
-    return [
-        evaluate(
-            case,
-            replace(chosen, method=replace(chosen.method, inner_draft_tokens=inner or AUTO)),
-            memory,
-        )
-        for inner in inners
-    ]
+    fitted, found = _fit(case, method), []
+    for memory in _by_processor(case, fitted.memory, draft_tokens):
+        chosen = Plan.of(method, memory, fitted.budget)
+        chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights, kv=case.kv)
+        for inner in inners:
+            decoding = replace(chosen.method, inner_draft_tokens=inner or AUTO)
+            found.append(evaluate(case, replace(chosen, method=decoding), memory))
+    return found
+
+
+def _by_processor(case: Case, memory: MemoryPlan, draft_tokens: int) -> list[MemoryPlan]:
+    """Return a plan with each number of layers that the processor might compute."""
+    if "processor_layers" in case.fixed:
+        return [memory]
+    if case.host_compute != AUTO:
+        return [with_host_compute(memory, case.host_compute)]
+    if case.hardware.emulated or case.hardware.gpus > 1:
+        return [memory]
+    rows = 1 + (draft_tokens or memory.requirements.max_draft_tokens)
+    compute = RoundCost(case.costs, memory, case.length, rows).compute_seconds
+    numbers = fastest_counts(Processor(case.costs, rows), memory, compute)
+    return [place_on_processor(memory, count) for count in numbers]
 
 
 def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:

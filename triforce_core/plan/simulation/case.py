@@ -52,6 +52,7 @@ class Case:
         draft where an MTP head does not fit
     method: settings that the planner does not change: how chunks are chosen and drafts accepted,
         and what drafts with, if not "auto"
+    host_compute: see EngineConfig
     fixed: choices that the user made: "method", "budget", "draft_tokens", "inner_draft_tokens",
         "resident_kv_blocks", "block_tokens", or other fields of Placement from a plan file
     """
@@ -70,6 +71,7 @@ class Case:
     auto: frozenset[str] = frozenset()
     block_bytes: int = BLOCK_BYTES
     method: MethodSettings = field(default_factory=MethodSettings)
+    host_compute: float | str = AUTO
     fixed: dict[str, object] = field(default_factory=dict)
     device: Device | None = None
 

@@ -91,7 +91,7 @@ class Costs:
         mixer, matrices, launches = self._layer.mixer, self.matrices, self.launches
         rotated = mixer.queries + mixer.keys
         touched = NORM_TOUCHES * self.config.hidden + ROTATE_TOUCHES * rotated
-        work = self._product(tokens, self._elements[0], matrices.qkv, matrices.layer_read)
+        work = self._product(tokens, self.elements[0], matrices.qkv, matrices.layer_read)
         work += self._touch(tokens, touched, launches.small_before)
         layer = self._launched(work, launches.before, recorded)
         if mixer.norm_over_heads:
@@ -105,7 +105,7 @@ class Costs:
         columns = sum(spec.mlp.columns for spec in layers) / len(layers)
         touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * columns
         matrices, launches = self.matrices, self.launches
-        work = self._product(tokens, self._elements[1], matrices.rest, matrices.layer_read)
+        work = self._product(tokens, self.elements[1], matrices.rest, matrices.layer_read)
         if matrices.experts:
             work += self._experts(tokens)
         work += self._touch(tokens, touched, launches.small_after)
@@ -120,7 +120,7 @@ class Costs:
         mlp = next(spec.mlp for spec in self.config.layers if isinstance(spec.mlp, Experts))
         share, matrices = mlp.distinct(tokens) / mlp.count, self.matrices
         rows = tokens * mlp.active / mlp.distinct(tokens)
-        elements, nbytes = self._elements[2] * share, matrices.experts * share
+        elements, nbytes = self.elements[2] * share, matrices.experts * share
         if self.hardware.asynchronous and tokens <= FEW_ROWS:
             nbytes *= ceil(rows / EXPERT_TILE)
         return self._product(rows, elements, nbytes, matrices.layer_read)
@@ -292,7 +292,7 @@ class Costs:
         return ROUND_LAUNCHES * self.hardware.launch_seconds
 
     @cached_property
-    def _elements(self) -> tuple[float, float, float]:
+    def elements(self) -> tuple[float, float, float]:
         """Elements of an average layer's tensors before its attention, after it, and of experts."""
         before = after = experts = 0
         for spec in self.config.layers:

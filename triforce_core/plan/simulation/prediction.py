@@ -135,6 +135,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         "reclaimed_kv_bytes": memory.kv.reclaimed_bytes,
         "streamed_weights_bytes": memory.weights_link_bytes - memory.weights_file_bytes,
         "file_weights_bytes": memory.weights_file_bytes,
+        "processor_bytes": memory.processor_bytes,
         "streamed_kv_bytes": memory.kv.link_bytes,
     }
 

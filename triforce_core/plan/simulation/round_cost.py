@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triforce_core.plan.simulation.costs import Costs
+from triforce_core.plan.simulation.processor import Processor
+from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.plan.memory_plan import MemoryPlan, Where
 from triforce_offload.plan.placing import share_blocks
@@ -95,7 +97,39 @@ class RoundCost:
         """Compute time of a pass, its head included, without waits."""
         seconds, full = self._seconds, self._shape.layers
         layer = seconds[Kind.BEFORE] + self._blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
-        return full * layer + sum(self._recent_seconds.values()) + self.head_seconds
+        layers = full * layer + sum(self._recent_seconds.values())
+        return layers + len(self._by_processor) * self._longer + self.head_seconds
+
+    @cached_property
+    def processor_seconds(self) -> float:
+        """Seconds in which the processor computes its layers.
+
+        Raises UsageError if its rates are not known.
+        """
+        if not (layers := len(self._by_processor)):
+            return 0.0
+        if not self._processor.known:
+            raise UsageError(
+                "layers that the processor computes need its rates: give --host-bandwidth and "
+                "--host-flops"
+            )
+        return self._processor.seconds(layers, self.link_bytes)
+
+    @cached_property
+    def _processor(self) -> Processor:
+        return Processor(self.costs, self.tokens)
+
+    @cached_property
+    def _by_processor(self) -> frozenset[int]:
+        """Layers that the processor computes."""
+        return frozenset(self.memory.placement.processor_layers)
+
+    @cached_property
+    def _longer(self) -> float:
+        """Seconds that a layer takes longer on the processor than on the device."""
+        if not (layers := len(self._by_processor)):
+            return 0.0
+        return self.processor_seconds / layers - self._processor.on_device
 
     @property
     def head_seconds(self) -> float:
@@ -129,7 +163,10 @@ class RoundCost:
             own = attend if kind is Kind.BLOCK else seconds[kind] + blocks * attend
             if kind is Kind.AFTER and self.places.kv_index[layer] is None:
                 own = self._recent_seconds[layer] - seconds[Kind.BEFORE]
-            works.append(Work("layer", own, needs, releases, layer))
+            by_processor = layer in self._by_processor
+            if by_processor and kind is Kind.AFTER:
+                own += self._longer
+            works.append(Work("layer", own, needs, releases, layer, by_processor))
         if not self.early_head:
             works.append(head)
         placement = self.memory.placement

@@ -1,0 +1,90 @@
+"""Layers that the processor computes in a pass: how long they take, and how many pay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from triforce_core.model.feed_forward import Experts
+from triforce_core.plan.simulation.costs import Costs
+from triforce_offload.machine.profiles import PRODUCT_ROWS
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placing import for_processor
+
+# Seconds of a layer's two waits for the device, what crosses for them, and its small operations.
+_LAYER_SECONDS = 200e-6
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The processor of a machine, which computes whole layers for `tokens` rows, but for their
+    attention.
+    """
+
+    costs: Costs
+    tokens: int
+
+    @property
+    def known(self) -> bool:
+        """Whether its rates are known."""
+        hardware = self.costs.hardware
+        rates = hardware.host_bytes_per_second, hardware.host_flops_per_second
+        return hardware.emulated or None not in rates
+
+    @cached_property
+    def on_device(self) -> float:
+        """Seconds in which the device would compute an average layer."""
+        return self.costs.before(self.tokens) + self.costs.after(self.tokens)
+
+    def seconds(self, layers: int, link_bytes: float) -> float:
+        """Return the seconds in which the processor computes a number of average layers.
+
+        link_bytes: bytes that cross the link meanwhile, at most as fast as it can. The link and the
+            processor share the rate of host memory.
+        """
+        hardware = self.costs.hardware
+        if hardware.emulated:
+            # The processor is the device.
+            return layers * self.on_device
+        nbytes, computing = self._of_layer
+        rate, link = hardware.host_bytes_per_second, hardware.stream_bytes_per_second
+        reading = (layers * nbytes + link_bytes) / rate
+        if rate > link:
+            reading = min(reading, layers * nbytes / (rate - link))
+        return max(reading, layers * computing) + layers * _LAYER_SECONDS
+
+    @cached_property
+    def _of_layer(self) -> tuple[float, float]:
+        """Bytes that an average layer reads, of experts those that the rows choose, and seconds of
+        its arithmetic.
+        """
+        costs, matrices, tokens = self.costs, self.costs.matrices, self.tokens
+        before, after, experts = costs.elements
+        nbytes, read, products = matrices.qkv + matrices.rest, before + after, before + after
+        if experts:
+            mlp = next(spec.mlp for spec in costs.config.layers if isinstance(spec.mlp, Experts))
+            share = mlp.distinct(tokens) / mlp.count
+            nbytes, read = nbytes + matrices.experts * share, read + experts * share
+            products += mlp.active * experts / mlp.count
+        operations = 2.0 * (tokens * products + PRODUCT_ROWS * read)
+        return nbytes, operations / costs.hardware.host_flops_per_second
+
+
+def fastest_counts(processor: Processor, memory: MemoryPlan, compute_seconds: float) -> set[int]:
+    """Return none, and the number of layers with which a pass is shortest if the processor computes
+    them.
+
+    memory: a plan in which it computes none. compute_seconds: those of its pass
+    """
+    layers = for_processor(memory)
+    if not layers or not processor.known:
+        return {0}
+    size = memory.layers[layers[0]].nbytes
+    rate = processor.costs.hardware.stream_bytes_per_second
+
+    def seconds(count: int) -> float:
+        crossing = memory.link_bytes - count * size
+        computing = processor.seconds(count, crossing) - count * processor.on_device
+        return max(crossing / rate, compute_seconds + computing)
+
+    return {0, min(range(len(layers) + 1), key=seconds)}
