@@ -73,26 +73,8 @@ class WeightStore:
             self._host.close()
             raise
         self.locations: list[LayerLocation] = []
-        views: list[Views | None] = []
-        parts = zip(self._device.bytes.split(on_device), self._host.buffers, strict=True)
-        for layer, (layout, plan, (device, host_part)) in enumerate(
-            zip(layouts, plans, parts, strict=True)
-        ):
-            match plan.where:
-                case Where.DEVICE:
-                    self.locations.append(DeviceLocation(device))
-                    views.append(layout.views(device))
-                case Where.SPLIT:
-                    self.locations.append(SplitLocation(device, host_part))
-                    views.append(layout.joined(device, host_part))
-                case Where.HOST | Where.PROCESSOR:
-                    self.locations.append(HostLocation(host_part))
-                    views.append(layout.views(host_part))
-                case Where.FILE:
-                    self.locations.append(FileLocation(_FilledLayer(layer, layout, fill)))
-                    views.append(None)
-
-        self.in_passes = [
+        views = self._locate(layouts, plans, self._device.bytes.split(on_device), fill)
+        self.in_passes: list[LayerLocation] = [
             ProcessorLocation(location) if plan.where is Where.PROCESSOR else location
             for plan, location in zip(plans, self.locations, strict=True)
         ]
@@ -110,6 +92,37 @@ class WeightStore:
         except BaseException:
             self.close()
             raise
+
+    def _locate(
+        self,
+        layouts: Sequence[FlatLayout],
+        plans: Sequence[LayerPlan],
+        on_device: Sequence[torch.Tensor],
+        fill: Fill,
+    ) -> list[Views | None]:
+        """Add the location of each layer. Return the tensors to fill; None for a layer in files.
+
+        on_device: the device bytes of each layer
+        """
+        views: list[Views | None] = []
+        parts = zip(on_device, self._host.buffers, strict=True)
+        for layer, (layout, plan, (device, host_part)) in enumerate(
+            zip(layouts, plans, parts, strict=True)
+        ):
+            match plan.where:
+                case Where.DEVICE:
+                    self.locations.append(DeviceLocation(device))
+                    views.append(layout.views(device))
+                case Where.SPLIT:
+                    self.locations.append(SplitLocation(device, host_part))
+                    views.append(layout.joined(device, host_part))
+                case Where.HOST | Where.PROCESSOR:
+                    self.locations.append(HostLocation(host_part))
+                    views.append(layout.views(host_part))
+                case Where.FILE:
+                    self.locations.append(FileLocation(_FilledLayer(layer, layout, fill)))
+                    views.append(None)
+        return views
 
     def close(self) -> None:
         self.locations.clear()

@@ -30,7 +30,6 @@ from triforce_offload.errors import CannotSplitError, DoesNotFitError, UsageErro
 from triforce_offload.link.link import Link
 from triforce_offload.link.staging import StagedLink
 from triforce_offload.link.trace import NoTrace, Trace, TracedLink, Tracer
-from triforce_offload.machine.processor import measure_processor
 from triforce_offload.memory.available import available_host_bytes
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.plan.memory_plan import READ_AHEAD
@@ -128,7 +127,6 @@ def _load(
             pieces,
             unsplit,
             hardware=rates(device, dtype, link.bandwidth),
-            processor=measure_processor,
             alone=ranks.count == 1,
             agreed=ranks.least,
         )

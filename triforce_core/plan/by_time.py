@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
@@ -20,7 +20,7 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, LEAST_BUDGET, SPLIT, EngineConfig
-from triforce_offload.machine.processor import ProcessorRates
+from triforce_offload.machine.processor import measure_processor
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
 from triforce_offload.plan.placing import for_processor
@@ -34,31 +34,29 @@ def decides(config: EngineConfig, sizes: ModelSizes) -> bool:
     """Return whether seconds decide: for one sequence whose placement is left to choose, where
     the kernels run that the costs count.
     """
-    one = config.sequences == 1 and sizes.max_context >= 2
-    return one and config.placement is None and sizes.device.kernels
+    if config.sequences > 1 or sizes.max_context < 2 or config.placement is not None:
+        return False
+    # Without its kernels, nothing is known of a processor that has to compute a share of layers.
+    asked = config.host_compute not in (AUTO, 0)
+    return sizes.device.kernels and (not asked or measure_processor() is not None)
 
 
 def fastest(
-    sizes: ModelSizes,
-    config: EngineConfig,
-    room: Room,
-    pieces: Pieces,
-    hardware: Hardware,
-    processor: Callable[[], ProcessorRates | None],
+    sizes: ModelSizes, config: EngineConfig, room: Room, pieces: Pieces, hardware: Hardware
 ) -> Candidate:
-    """Return the plan with the least simulated seconds per token, as `triforce plan` does.
+    """Return the plan with the least simulated seconds per token, as `triforce plan` does. The
+    processor is measured if it may compute layers.
 
-    sizes: in the formats that were asked for. processor: see `resolve`
-    Raises UsageError or DoesNotFitError.
+    sizes: in the formats that were asked for. Raises UsageError or DoesNotFitError.
     """
-    case, share = _case(sizes, config, room, pieces, hardware), config.host_compute
-    if share == AUTO:
+    case = _case(sizes, config, room, pieces, hardware)
+    if config.host_compute in (AUTO, 0):
         best = choose(replace(case, host_compute=0.0))
         # Rows that the processor computed would have other bits.
-        if sizes.same_bits or not for_processor(best.memory):
+        may = config.host_compute == AUTO and not sizes.same_bits and for_processor(best.memory)
+        if not may or measure_processor() is None:
             return best
-    if share == 0 or (rates := processor()) is None:
-        return best if share == AUTO else choose(case)
+    rates = measure_processor()
     hardware = replace(
         case.hardware,
         # The link reads host memory too.

@@ -13,7 +13,6 @@ from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, EngineConfig
 from triforce_offload.errors import DoesNotFitError
-from triforce_offload.machine.processor import ProcessorRates
 from triforce_offload.machine.profiles import Hardware
 
 
@@ -25,7 +24,6 @@ def resolve(
     unsplit: Collection[str] = (),
     *,
     hardware: Hardware | None = None,
-    processor: Callable[[], ProcessorRates | None] = lambda: None,
     alone: bool = True,
     agreed: Callable[[int], int] = lambda budget: budget,
 ) -> Resolved:
@@ -34,8 +32,6 @@ def resolve(
     sizes: sizes in the formats that the settings ask for (`formats.as_asked`)
     pieces: of quantised matrices. unsplit: matrices that cannot be split
     hardware: rates of the device; None if they are not known: a rule by bytes decides then
-    processor: returns the rates of the processor, None without compiled kernels; called only if it
-        may compute layers
     alone: whether one rank has the whole model
     agreed: returns the least budget that any rank has room for, given this rank's
 
@@ -43,7 +39,7 @@ def resolve(
     """
     resolved = None
     if alone and hardware is not None and by_time.decides(config, sizes):
-        resolved = _by_time(sizes, config, room, pieces, unsplit, hardware, processor)
+        resolved = _by_time(sizes, config, room, pieces, unsplit, hardware)
     return resolved or _by_rule(sizes, config, room, unsplit, alone=alone, agreed=agreed)
 
 
@@ -54,11 +50,10 @@ def _by_time(
     pieces: Pieces,
     unsplit: Collection[str],
     hardware: Hardware,
-    processor: Callable[[], ProcessorRates | None],
 ) -> Resolved | None:
     """Return what `triforce plan` chooses, None if the engine has no room for it."""
     try:
-        best = by_time.fastest(sizes, config, room, pieces, hardware, processor)
+        best = by_time.fastest(sizes, config, room, pieces, hardware)
     except DoesNotFitError:
         return None
     config = replace(config, host_compute=by_time.host_share(best))

@@ -64,7 +64,8 @@ RUN: dict[str, Any] = {
         **{"host_bytes": 61 << 30},
     },
     "placement": {
-        **{"layers": 80, "resident_weight_layers": 12, "split_layers": 20, "file_layers": 30},
+        **{"layers": 80, "resident_weight_layers": 12, "split_layers": 20, "file_layers": 20},
+        "processor_layers": 10,
         **{"kv_blocks": 1024, "resident_kv_blocks": 804, "block_tokens": 4096},
     },
     "levels": ["SmolLM2-135M-Instruct", "retrieval", "target"],

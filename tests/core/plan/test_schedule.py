@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import greedy
@@ -42,7 +44,8 @@ def test_a_run_copies_what_its_simulation_does_in_the_same_order(
         stats = engine.generate(random_ids(PROMPT), greedy(40)).stats
         plan = engine.memory_plan
     copied = [described(event.name, event.args) for event in read_trace(file)["copy in"]]
-    costs = Costs(engine.config, DTYPES["float32"], named("rtx4090", 4))
+    card = replace(named("rtx4090", 4), host_bytes_per_second=60e9, host_flops_per_second=1e12)
+    costs = Costs(engine.config, DTYPES["float32"], card)
     expected = [
         ("weights", layer, None, plan.layers[layer].nbytes) for layer in plan.streamed_layers
     ]

@@ -71,8 +71,8 @@ class Processor:
 
 
 def fastest_counts(processor: Processor, memory: MemoryPlan, compute_seconds: float) -> set[int]:
-    """Return none, and the number of layers with which a pass is shortest if the processor computes
-    them.
+    """Return numbers of layers that the processor might compute: none, that with which a pass is
+    shortest if processor and link never wait for one another, and all that it may.
 
     memory: a plan in which it computes none. compute_seconds: those of its pass
     """
@@ -87,4 +87,4 @@ def fastest_counts(processor: Processor, memory: MemoryPlan, compute_seconds: fl
         computing = processor.seconds(count, crossing) - count * processor.on_device
         return max(crossing / rate, compute_seconds + computing)
 
-    return {0, min(range(len(layers) + 1), key=seconds)}
+    return {0, min(range(len(layers) + 1), key=seconds), len(layers)}

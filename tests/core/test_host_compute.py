@@ -1,0 +1,230 @@
+"""Layers that the processor computes in passes: the text, what crosses, and when they pay."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from command import run
+from helpers import BLOCK, PLACEMENTS, random_ids
+from tiny_families import LAYERS
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.model.known.shapes import read_model
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.processor import Processor, fastest_counts
+from triforce_core.plan.simulation.search import choose
+from triforce_core.settings import EngineConfig
+from triforce_offload.errors import UsageError
+from triforce_offload.machine.processor import measure_processor
+from triforce_offload.machine.profiles import named
+from triforce_offload.plan.memory_plan import LayerPlan, Where
+from triforce_offload.plan.placement import Placement
+from triforce_offload.plan.placing import for_processor, place_on_processor
+
+GREEDY = SamplingParams(12, temperature=0)
+ALL = PLACEMENTS["weights"]
+OPTIONS = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "draft": "none"}
+# A desktop: two channels of DDR5, 16 cores.
+DESKTOP = {"host_bytes_per_second": 60e9, "host_flops_per_second": 1.5e12}
+
+
+@pytest.mark.first
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "qwen3_5", "lfm2", "qwen3_moe", "gpt-oss-moe"]
+)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_text_is_the_same_at_every_share(tiny, family: str, stochastic: bool) -> None:
+    path, _ = tiny(family)
+    params = SamplingParams(12, temperature=0.8, seed=3) if stochastic else GREEDY
+    with Engine.from_pretrained(path, placement=ALL, **OPTIONS) as engine:
+        plain = engine.generate(random_ids(75), params)
+    crossed = [plain.stats["link"]["bytes_to_device"]]
+    for layers in ((1,), (0, 2), (0, 1, 2)):
+        placement = replace(ALL, processor_layers=layers)
+        with Engine.from_pretrained(path, placement=placement, **OPTIONS) as engine:
+            result = engine.generate(random_ids(75), params)
+            left = sum(each.link_bytes for each in engine.memory_plan.layers)
+        assert result.token_ids == plain.token_ids, layers
+        link, passes = result.stats["link"], result.stats["passes"]
+        assert link["bytes_to_device"] == passes * left
+        # The device computes the prompt.
+        assert link["prefill_bytes_to_device"] == plain.stats["link"]["prefill_bytes_to_device"]
+        assert result.stats["placement"]["processor_layers"] == len(layers)
+        crossed.append(link["bytes_to_device"])
+    assert crossed == sorted(crossed, reverse=True)
+    assert crossed[-1] == 0
+
+
+def test_drafts_and_several_sequences_keep_their_texts(tiny) -> None:
+    path, _ = tiny("llama")
+    prompts = [random_ids(n) * 2 for n in (31, 40)]
+    with Engine.from_pretrained(path, method="autoregressive", **OPTIONS) as engine:
+        expected = [engine.generate(prompt, GREEDY).token_ids for prompt in prompts]
+    for options in (
+        {"draft": "ngram", "draft_tokens": 4},
+        {"draft": "ngram", "tree": 6},
+        {"draft": path, "draft_tokens": 4},
+        {"draft": "ngram", "sequences": 2},
+    ):
+        placement = PLACEMENTS["processor"]
+        with Engine.from_pretrained(
+            path, **OPTIONS | options, placement=placement, method="speculative"
+        ) as engine:
+            results = engine.generate_all(prompts, GREEDY)
+        assert [result.token_ids for result in results] == expected, options
+
+
+def test_a_share_of_what_streams_is_computed(tiny) -> None:
+    path, _ = tiny("llama")
+    options = OPTIONS | {"method": "autoregressive", "dtype": "float32"}
+    with Engine.from_pretrained(path, **options, placement=ALL) as engine:
+        streaming = engine.memory_plan
+        expected = engine.generate(random_ids(75), GREEDY).token_ids
+    # Nothing but KV blocks could be given up for weights.
+    options["device_memory"] = streaming.device_bytes - streaming.kv.device_bytes
+    counts = {}
+    for share in ("auto", "off", 0.5, 1.0):
+        with Engine.from_pretrained(path, **options, host_compute=share) as engine:
+            plan = engine.memory_plan
+            assert engine.generate(random_ids(75), GREEDY).token_ids == expected
+        assert plan.weights_prefill_bytes > 0
+        counts[share] = plan.layer_counts["processor_layers"], len(for_processor(plan))
+    # On a CPU the device is the processor: nothing is gained unasked.
+    assert counts["auto"] == counts["off"]
+    assert counts["off"][0] == 0
+    assert counts[1.0][0] == counts[1.0][1] > 1
+    assert counts[0.5][0] == round(counts[0.5][1] / 2)
+
+
+def test_a_plan_file_says_which_layers(tiny, tmp_path: Path) -> None:
+    path, _ = tiny("llama")
+    placement, file = PLACEMENTS["processor"], tmp_path / "plan.json"
+    with Engine.from_pretrained(path, placement=placement, **OPTIONS) as engine:
+        engine.plan.write(file)
+    raw = json.loads(file.read_text())
+    assert raw["processor_layers"] == [0, 2]
+    with Engine.from_pretrained(path, plan=file, device="cpu") as engine:
+        assert engine.memory_plan.placement.processor_layers == (0, 2)
+        assert "2 computed by the processor" in engine.plan.line(LAYERS, 1)
+    with Engine.from_pretrained(path, plan=file, device="cpu", host_compute="off") as engine:
+        assert engine.memory_plan.placement.processor_layers == ()
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, "some", True, None, float("nan")])
+def test_a_share_is_a_number_from_0_to_1(value: object) -> None:
+    with pytest.raises(UsageError, match="host_compute must be auto, off or a share from 0 to 1"):
+        EngineConfig(host_compute=value)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="not possible on several GPUs yet"):
+        EngineConfig().changed(gpus=2, host_compute=0.5)
+    assert EngineConfig().changed(gpus=2, host_compute="off").host_compute == 0
+    with pytest.raises(UsageError, match=r"processor_layers \[1\] are not all streamed_layers"):
+        Placement((0,), True, 0, 1, 1, 1, processor_layers=(1,))
+    with pytest.raises(UsageError, match="cannot be both file_layers and processor_layers"):
+        Placement((0,), True, 0, 1, 1, 1, file_layers=(0,), processor_layers=(0,))
+
+
+def test_a_layer_of_the_processor_crosses_in_prefills_only() -> None:
+    layer = LayerPlan(Where.PROCESSOR, 100)
+    assert (layer.device_bytes, layer.host_bytes, layer.processor_bytes) == (0, 100, 100)
+    assert (layer.prefill_bytes, layer.link_bytes, layer.file_bytes) == (100, 0, 0)
+    assert not layer.can_draft
+    assert replace(layer, copy_bytes=30).can_draft
+
+
+def case(model: str, **rates: float) -> Case:
+    shape = read_model(model)
+    card = replace(named("rtx4090"), **rates)
+    return Case(shape.config, card, 8192, pieces=shape.pieces)
+
+
+@pytest.mark.parametrize("model", ["llama3.1-70b:Q4_K_M", "qwen3-30b-a3b:Q8_0", "gpt-oss-120b"])
+def test_a_desktops_processor_makes_passes_faster(model: str) -> None:
+    alone, shared = choose(case(model)), choose(case(model, **DESKTOP))
+    assert not alone.memory.placement.processor_layers
+    assert shared.memory.placement.processor_layers
+    assert shared.seconds_per_token < 0.85 * alone.seconds_per_token
+    assert shared.memory.device_bytes <= shared.case.room.device_bytes
+    # Prefills copy all of them.
+    assert shared.memory.weights_prefill_bytes > shared.memory.weights_link_bytes
+
+
+def test_a_slow_host_computes_nothing() -> None:
+    for slow in (
+        DESKTOP | {"host_bytes_per_second": 25.3e9},
+        DESKTOP | {"host_flops_per_second": 2e10},
+    ):
+        chosen = choose(case("llama3.1-70b:Q4_K_M", **slow))
+        assert not chosen.memory.placement.processor_layers
+
+
+def test_link_and_processor_share_the_rate_of_host_memory() -> None:
+    chosen = choose(case("llama3.1-70b:Q4_K_M", **DESKTOP))
+    memory, rate = chosen.memory, DESKTOP["host_bytes_per_second"]
+    read = memory.link_bytes + memory.processor_bytes
+    assert chosen.round.seconds >= 0.99 * read / rate
+    # Alone, it takes what it reads; beside a link that never rests, what the link leaves.
+    processor = Processor(chosen.case.costs, 1)
+    layer = processor.seconds(1, 0.0)
+    assert processor.seconds(10, 0.0) == pytest.approx(10 * layer)
+    link = chosen.case.hardware.stream_bytes_per_second
+    assert processor.seconds(10, 1e12) == pytest.approx(10 * layer * rate / (rate - link), rel=0.02)
+    # Of many rows, arithmetic.
+    rows = replace(processor, tokens=400), replace(processor, tokens=800)
+    assert rows[1].seconds(10, 0.0) == pytest.approx(2 * rows[0].seconds(10, 0.0), rel=0.05)
+
+
+def test_the_fastest_count_is_that_of_a_search_by_simulation() -> None:
+    chosen = choose(case("llama3.1-70b:Q4_K_M", **DESKTOP))
+    none = place_on_processor(chosen.memory, 0)
+    cost = replace(chosen.round, memory=none)
+    processor = Processor(chosen.case.costs, cost.tokens)
+    counts = fastest_counts(processor, none, cost.compute_seconds)
+    seconds = [
+        replace(cost, memory=place_on_processor(none, count)).seconds
+        for count in range(len(for_processor(none)) + 1)
+    ]
+    assert min(seconds[count] for count in counts) <= 1.05 * min(seconds)
+
+
+def test_experts_are_read_as_rows_choose_them() -> None:
+    sparse = case("gpt-oss-120b", **DESKTOP)
+    few, many = (Processor(sparse.costs, rows).seconds(1, 0.0) for rows in (1, 64))
+    whole = choose(sparse).memory.layers[0].nbytes / DESKTOP["host_bytes_per_second"]
+    assert few < 0.15 * whole
+    assert many > 5 * few
+
+
+def test_the_command_plans_with_a_processor(capsys) -> None:
+    words = ["plan", "gpt-oss-120b", "--gpu", "rtx4090", "-c", "8192", "--json"]
+    rates = ["--host-bandwidth", "60GB/s", "--host-flops", "1.5e12"]
+    counts = []
+    for more in ([], rates, [*rates, "--host-compute=off"], [*rates, "--host-compute=0.5"]):
+        _, out, _ = run(capsys, *words, *more)
+        counts.append(json.loads(out)["placement"]["processor_layers"])
+    assert counts[0] == counts[2] == 0 < counts[3] < counts[1]
+    code, _, err = run(capsys, *words, "--host-compute=0.5")
+    assert (code, "give --host-bandwidth and --host-flops" in err) == (2, True)
+    code, _, err = run(capsys, *words, "--host-flops=-1")
+    assert (code, "--host-flops must be positive and finite" in err) == (2, True)
+
+
+def test_the_processor_is_measured_where_it_has_kernels(monkeypatch) -> None:
+    from triforce_kernels import dispatch
+
+    measure_processor.cache_clear()
+    monkeypatch.setattr(dispatch, "_forced", dispatch.REFERENCE)
+    assert measure_processor() is None
+    measure_processor.cache_clear()
+    monkeypatch.undo()
+    if dispatch.backend(torch.device("cpu")) == dispatch.HOST:
+        rates = measure_processor()
+        assert rates.bytes_per_second > 0
+        assert rates.flops_per_second > 0
+    measure_processor.cache_clear()
