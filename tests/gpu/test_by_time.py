@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from helpers import FAMILIES, random_ids
+from helpers import FAMILIES, PLACEMENTS, random_ids
 from simulated_gpu import TOKENS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.plan import by_time
 from triforce_kernels.dispatch import TRITON
+from triforce_offload.errors import UsageError
+from triforce_offload.machine.processor import ProcessorRates
 from triforce_offload.machine.profiles import named
+from triforce_offload.memory.available import LIBRARY_BYTES
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
@@ -38,6 +43,43 @@ def test_text_is_that_of_the_cpu_however_seconds_choose(tiny, monkeypatch, memor
         assert len(chosen) == 1
         assert engine.plan.budget <= chosen[0].plan.budget
         assert engine.memory_plan.device_bytes <= engine.memory.limit_bytes
+
+
+@pytest.mark.parametrize("rates", [None, ProcessorRates(60e9, 1e12), ProcessorRates(1e6, 1e12)])
+def test_the_processor_computes_what_would_cross_a_slow_link(tiny, monkeypatch, rates) -> None:
+    path, _ = tiny("llama")
+    prompt = random_ids(60)
+    with Engine.from_pretrained(path, device="cpu", max_context=200) as engine:
+        expected = engine.generate(prompt, GREEDY).token_ids
+    slow = replace(named("rtx4090", 4), link_bytes_per_second=2e6)
+    monkeypatch.setattr(by_time, "measure_processor", lambda: rates)
+    monkeypatch.setattr("triforce_core.loading.load.rates", lambda *_: slow)
+    monkeypatch.setattr("triforce_core.loading.devices.backend", lambda device: TRITON)
+    options = {"max_context": 200, "dtype": "float32", "method": "autoregressive"}
+    options |= {"device": "cuda:0", "placement": PLACEMENTS["weights"]}
+    with Engine.from_pretrained(path, **options) as engine:
+        plan = engine.memory_plan
+    # Nothing but KV blocks could be given up for weights, and one more layer.
+    own = plan.device_bytes - plan.kv.device_bytes + plan.layers[0].nbytes
+    options |= {"placement": None, "device_memory": LIBRARY_BYTES + own}
+    counts = {}
+    for share in ("auto", "off"):
+        with Engine.from_pretrained(path, **options, host_compute=share) as engine:
+            assert engine.generate(prompt, GREEDY).token_ids == expected
+            assert engine.memory_plan.weights_prefill_bytes > 0
+            counts[share] = engine.memory_plan.layer_counts["processor_layers"]
+    assert (counts["auto"] > 0) == (rates is not None and rates.bytes_per_second > 2e6)
+    assert counts["off"] == 0
+
+
+def test_the_same_bits_and_layers_of_the_processor_exclude_each_other(tiny, monkeypatch) -> None:
+    path, _ = tiny("llama")
+    monkeypatch.setattr("triforce_core.loading.devices.backend", lambda device: TRITON)
+    options = {"device": "cuda:0", "max_context": 200, "same_bits": "on"}
+    with pytest.raises(UsageError, match="--same-bits on and --host-compute do not go together"):
+        Engine.from_pretrained(path, **options, host_compute=0.5)
+    with Engine.from_pretrained(path, **options, host_compute="off") as engine:
+        assert not engine.memory_plan.streams
 
 
 @pytest.mark.first
