@@ -125,7 +125,11 @@ _PATHS: dict[str, tuple[str, ...]] = {
     ),
     "gather_split_chunks": ("kv.gather_split.reference_gather", "kv.gather_split_triton.gather"),
     "encode_kv_block": ("kv.split_kv.reference_encode", "kv.split_kv_triton.encode"),
-    "decode_kv_blocks": ("kv.split_kv.reference_decode", "kv.split_kv_triton.decode"),
+    "decode_kv_blocks": (
+        "kv.split_kv.reference_decode",
+        "kv.split_kv_triton.decode",
+        "host.kv.decode",
+    ),
     "choose_experts": (
         "experts.routing.reference_choose",
         "experts.routing_triton.choose",

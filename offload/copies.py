@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from triforce_offload.conveyor import Conveyor, Transfer
+from triforce_offload.kv.processor import ProcessorAttention
 from triforce_offload.kv.store import KVStore
 from triforce_offload.schedule import Crossing, KVPlaces, Places, pass_schedule
 from triforce_offload.weights.locations import LayerLocation, Location
@@ -18,10 +19,17 @@ class PassCopies:
     """
 
     def __init__(
-        self, conveyor: Conveyor, weights: WeightStore, kv_index: Sequence[int | None]
+        self,
+        conveyor: Conveyor,
+        weights: WeightStore,
+        kv_index: Sequence[int | None],
+        processor: ProcessorAttention | None = None,
     ) -> None:
-        """kv_index: index of each layer among those that store KV in blocks, or None"""
+        """kv_index: index of each layer among those that store KV in blocks, or None
+        processor: attends to blocks that do not cross, if there are any
+        """
         self.conveyor = conveyor
+        self.processor = processor
         self._weights = weights
         self._kv_index = kv_index
         # Bytes that cross the link for each sequence in the pass whose copies were started.
@@ -37,7 +45,8 @@ class PassCopies:
         other pass may be under way.
         """
         own, shared = [0] * len(sequences), 0
-        for crossing in self._start(sequences, self._weights.in_passes):
+        weights = self._weights.in_passes
+        for crossing in self._start(sequences, weights, computes=True):
             if crossing.block is None:
                 shared += crossing.nbytes
             else:
@@ -53,19 +62,24 @@ class PassCopies:
         return self._shares.pop(sequence, 0)
 
     def cancel(self) -> None:
-        """Drop the copies of a pass that was started and not run."""
+        """Drop the copies of a pass that was started and not run, or not to its end."""
         self.conveyor.cancel()
+        if self.processor is not None:
+            self.processor.drain()
         self._shares.clear()
 
     def begin_prefill(self, sequence: KVStore) -> None:
         """Start the copies of a prefill, which is not counted as a pass."""
-        self._start([sequence], self._weights.locations)
+        self._start([sequence], self._weights.locations, computes=False)
 
     def _start(
-        self, sequences: Sequence[KVStore], weights: Sequence[LayerLocation]
+        self, sequences: Sequence[KVStore], weights: Sequence[LayerLocation], *, computes: bool
     ) -> list[Crossing]:
-        """Start copies and return the crossings. weights: location of each layer"""
-        shape = sequences[0].shape
+        """Start copies and return the crossings.
+
+        weights: location of each layer. computes: whether the processor attends to blocks
+        """
+        shape, elsewhere = sequences[0].shape, self.processor if computes else None
         layers = range(shape.layers)
         crossings = pass_schedule(
             Places(
@@ -74,6 +88,7 @@ class PassCopies:
                     KVPlaces(
                         [len(kv.locations(layer)) for layer in layers],
                         [kv.on_device(layer) for layer in layers],
+                        [elsewhere.blocks(kv, layer) for layer in layers] if elsewhere else (),
                     )
                     for kv in sequences
                 ],

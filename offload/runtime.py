@@ -12,6 +12,7 @@ from triforce_offload.conveyor import Conveyor
 from triforce_offload.copies import PassCopies
 from triforce_offload.errors import LinkError
 from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.processor import ProcessorAttention
 from triforce_offload.kv.recent.stores import RecentStores
 from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.kv.states.store import StateStore
@@ -81,7 +82,12 @@ class Runtime:
             staging = self._ring(placement.staging_slots, shape.slot_bytes, "staging slots")
             self._staged = self._rings.pop()
             self._staging = StagingSlots(staging, link)
-            self._copies = PassCopies(self.conveyor, self.weights, plan.requirements.kv_index)
+            processor = None
+            if plan.kv.by_processor:
+                processor = ProcessorAttention(shape, placement.processor_kv, link, trace)
+                undo.callback(processor.close)
+            kv_index = plan.requirements.kv_index
+            self._copies = PassCopies(self.conveyor, self.weights, kv_index, processor)
             through = layouts, self.conveyor, trace
             self.passes = Passes(
                 self._copies,
@@ -151,6 +157,8 @@ class Runtime:
         with suppress(LinkError):
             self.link.synchronize()
         self.conveyor.close()
+        if self._copies.processor is not None:
+            self._copies.processor.close()
         self.weights.close()
         self.host_blocks.close()
         self.dense_blocks.close()

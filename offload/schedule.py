@@ -80,10 +80,13 @@ class KVPlaces(NamedTuple):
 
     blocks: number of blocks of each layer that stores KV in blocks
     resident: number of these, counted from the first, that are on the device
+    by_processor: which of each layer's blocks the processor attends to, where they are in host
+        memory; empty if it attends to none
     """
 
     blocks: Sequence[int]
     resident: Sequence[int]
+    by_processor: Sequence[range] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,10 @@ def pass_schedule(places: Places) -> Schedule:
         kept = [min(text.blocks[kv], text.resident[kv]) for text in texts]
         pieces.append(Piece(Kind.BEFORE, layer, sum(kept), len(crossings)))
         for text, resident in enumerate(kept):
+            elsewhere = texts[text].by_processor[kv] if texts[text].by_processor else ()
             for block in range(resident, texts[text].blocks[kv]):
+                if block in elsewhere:
+                    continue
                 index = len(crossings)
                 crossings.append(Crossing(KV, kv, block, places.block_bytes, text))
                 pieces.append(Piece(Kind.BLOCK, layer, 1, index + 1, (index,)))

@@ -23,7 +23,9 @@ PLACEMENTS = {
     "weights-one-slot": Placement((0, 2), False, 10**6, 1, 0, 0),
     "both": Placement((0, 1, 2), False, 0, 2, 3, 2),
     "both-one-slot": Placement((1, 2), False, 4, 1, 1, 1),
-    "processor": Placement((0, 1, 2), False, 0, 2, 3, 2, processor_layers=(0, 2)),
+    "processor": Placement(
+        *((0, 1, 2), False, 2, 2, 3, 2, 4), processor_layers=(0, 2), processor_kv=0.6
+    ),
     "int4": Placement((0, 1, 2), False, 0, 2, 3, 2, int4_layers=(0, 1, 2)),
     "int4-in-part": Placement((1,), True, 4, 1, 2, 1, 7, int4_layers=(0, 1)),
 }

@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL | None:
         found.triforce_weighted_sums.argtypes = (*[_Address] * 3, *[_Long] * 3, _Address)
         found.triforce_choose.argtypes = [_Address] * 6
         found.triforce_map.argtypes = (_Long, _Address, _Address, _Long)
-        for name in ("delta", "norm", "gated", "rope"):
+        for name in ("decode_kv", "delta", "norm", "gated", "rope"):
             getattr(found, f"triforce_{name}").argtypes = (_Address, ctypes.c_int)
         found.triforce_sum.argtypes = (_Address, _Long, ctypes.c_int)
         found.triforce_sum.restype = ctypes.c_uint64

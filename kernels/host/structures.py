@@ -66,6 +66,16 @@ class Attention(ctypes.Structure):
     )
 
 
+class KVBlock(ctypes.Structure):
+    """`KVBlock` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("high", "low", "base", "places", "patterns", "out")),
+        *((name, _Long) for name in ("heads", "tokens", "head_dim", "room")),
+        *((name, _Long) for name in ("out_head", "out_row")),
+    )
+
+
 class Norm(ctypes.Structure):
     """`Norm` of `source/host.h`."""
 
@@ -110,7 +120,7 @@ class Rule(ctypes.Structure):
     )
 
 
-STRUCTURES = (Weight, Product, Experts, Choice, Attention, Norm, Gate, Rope, Rule)
+STRUCTURES = (Weight, Product, Experts, Choice, Attention, KVBlock, Norm, Gate, Rope, Rule)
 
 FORMATS = {
     name: number

@@ -55,12 +55,12 @@ class SequenceKV:
         """recent: the windows and states of the sequence. Raises DoesNotFitError."""
         self.kv = kv
         self.recent = recent
-        self.cache = PassCache(kv, copies.conveyor, recent=recent)
         self._copies = copies
         self._memory = memory
         self._plan = plan
         self._needs = plan.requirements
         self._scores: ChunkScores | None = None
+        self.cache = self._pass_cache()
         self._reclaimed_blocks = plan.kv.reclaimed
         self._added_blocks = 0
         self._reclaim_due = self._reclaimed_blocks > 0
@@ -80,7 +80,7 @@ class SequenceKV:
     def collect(self, scores: ChunkScores | None) -> None:
         """Collect the scores of chunks in later forwards; None stops collecting."""
         self._scores = scores
-        self.cache = PassCache(self.kv, self._copies.conveyor, scores, self.recent)
+        self.cache = self._pass_cache()
 
     def reclaim(self, nbytes: int) -> None:
         """Use `nbytes` bytes of device memory, in total, that another owner gave back for good. The
@@ -226,6 +226,10 @@ class SequenceKV:
         self.kv.close()
         self.recent.close()
         self._memory.free(self._workspace)
+
+    def _pass_cache(self) -> PassCache:
+        copies = self._copies
+        return PassCache(self.kv, copies.conveyor, self._scores, self.recent, copies.processor)
 
     def _take_workspace(self) -> None:
         """Take the prefill workspace back from KV blocks."""

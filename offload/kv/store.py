@@ -102,6 +102,11 @@ class KVStore:
         streamed = (i for i, location in enumerate(locations) if location.source is not None)
         return next(streamed, len(locations))
 
+    def first_away(self, layer: int) -> int:
+        """Return how many of the first blocks are on the device, or have a place there."""
+        mirrored = self._mirror.counts[layer] if self._mirror else 0
+        return max(self.on_device(layer), self._resident.counts[layer] + mirrored)
+
     def runs(self, layer: int) -> Iterator[KeysValues]:
         """Yield the layer's blocks on the device, keys and values [blocks, kv_heads, block_tokens,
         head_dim] each, in token order: adjacent blocks together, or a few at a time if they have to
@@ -178,11 +183,9 @@ class KVStore:
         """Return the addresses of each layer's blocks, followed by that of its tail: [layers,
         blocks + 1] int64 on the host, as for `ChunkSource`.
         """
+        layers = zip(self._locations, self._tail.rows, strict=True)
         return torch.tensor(
-            [
-                [*(location.memory.data_ptr() for location in locations), tail.data_ptr()]
-                for locations, tail in zip(self._locations, self._tail.rows, strict=True)
-            ]
+            [[*(each.memory.data_ptr() for each in some), tail.data_ptr()] for some, tail in layers]
         )
 
     def expect(self, tokens: int) -> None:

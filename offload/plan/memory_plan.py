@@ -106,17 +106,29 @@ class KVPlan:
     blocks: number of blocks of all layers and sequences
     resident: number of these that are always on the device
     reclaimed: number of further blocks that are in the prefill workspace after a prefill
+    processor_share: share of the others to which the processor attends
     """
 
     shape: KVShape
     blocks: int
     resident: int
     reclaimed: int
+    processor_share: float = 0.0
+
+    @property
+    def away(self) -> int:
+        """Number of blocks that are not on the device in passes."""
+        return max(0, self.blocks - self.resident - self.reclaimed)
+
+    @property
+    def by_processor(self) -> int:
+        """Number of these to which the processor attends."""
+        return round(self.processor_share * self.away)
 
     @property
     def streamed(self) -> int:
         """Number of blocks that cross the link in each pass."""
-        return max(0, self.blocks - self.resident - self.reclaimed)
+        return self.away - self.by_processor
 
     @property
     def device_bytes(self) -> int:
@@ -166,7 +178,9 @@ class MemoryPlan:
     def kv(self) -> KVPlan:
         blocks = self.requirements.kv_blocks
         resident = min(self.placement.resident_kv_blocks, blocks)
-        return KVPlan(self.requirements.kv, blocks, resident, self.placement.reclaimed_kv_blocks)
+        placement = self.placement
+        reclaimed, share = placement.reclaimed_kv_blocks, placement.processor_kv
+        return KVPlan(self.requirements.kv, blocks, resident, reclaimed, share)
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
@@ -201,7 +215,7 @@ class MemoryPlan:
     @property
     def streams(self) -> bool:
         """Whether passes over a full context wait for the link, or for the processor."""
-        return self.link_bytes > 0 or self.processor_bytes > 0
+        return self.link_bytes > 0 or self.processor_bytes > 0 or self.kv.by_processor > 0
 
     @cached_property
     def slot_bytes(self) -> int:

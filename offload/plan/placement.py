@@ -26,6 +26,8 @@ class Placement:
         room for them
     split_layers: streamed layers of which only the low bits stream; the high bits stay on the
         device and draft
+    processor_kv: share of the KV blocks in host memory alone to which the processor attends in
+        passes, where they are
     processor_layers: streamed layers that only prefills copy to the device; in a pass the processor
         computes them, where they are in host memory
     """
@@ -41,6 +43,7 @@ class Placement:
     file_layers: tuple[int, ...] = ()
     split_layers: tuple[int, ...] = ()
     processor_layers: tuple[int, ...] = ()
+    processor_kv: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that no placement can have."""
@@ -56,6 +59,8 @@ class Placement:
                 raise UsageError(f"layers {both} cannot be both {name} and {other}")
         if not isinstance(self.embedding_resident, bool):
             raise UsageError(f"embedding_resident cannot be {self.embedding_resident!r}")
+        if not isinstance(self.processor_kv, (int, float)) or not 0 <= self.processor_kv <= 1:
+            raise UsageError(f"processor_kv of a placement cannot be {self.processor_kv!r}")
         for name in _COUNTS:
             if not _is_count(getattr(self, name)):
                 raise UsageError(f"{name} of a placement cannot be {getattr(self, name)!r}")

@@ -21,6 +21,8 @@ class Work(NamedTuple):
     releases: indices of crossings whose slots are free after it
     layer: index of its layer; -1 if it belongs to none
     by_processor: whether the processor computes the layer
+    meanwhile: seconds that the processor computes on the side once this piece has ended
+    joins: whether the piece needs what the processor computed on the side
     """
 
     name: str
@@ -29,6 +31,8 @@ class Work(NamedTuple):
     releases: tuple[int, ...] = ()
     layer: int = -1
     by_processor: bool = False
+    meanwhile: float = 0.0
+    joins: bool = False
 
 
 class ReadFromDisk(NamedTuple):
@@ -74,8 +78,9 @@ def simulate(
     released: list[float | None] = [None] * len(crossings)
     members: dict[str, list[int]] = {ring: [] for ring in slots}
     link_free = copies_begin
-    clock = 0.0
-    for _, seconds, needs, releases, *_ in works:
+    clock = processor_free = 0.0
+    for work in works:
+        needs = work.needs
         while len(crossed) < needs:
             index = len(crossed)
             ring, layer, _, nbytes, _ = crossings[index]
@@ -93,9 +98,13 @@ def simulate(
             link_free = start + nbytes / rate
             crossed.append((start, link_free))
         began = max(clock, crossed[needs - 1][1]) if needs else clock
-        clock = began + seconds
+        if work.joins:
+            began = max(began, processor_free)
+        clock = began + work.seconds
+        if work.meanwhile:
+            processor_free = clock + work.meanwhile
         worked.append((began, clock))
-        for index in releases:
+        for index in work.releases:
             released[index] = clock
     return Timeline(crossed, worked)
 
@@ -114,6 +123,9 @@ def spans(
             args["layer"] = work.layer
         track = PROCESSOR if work.by_processor else COMPUTE
         shown.append(Span(track, work.name, start + began, start + ended, args))
+        if work.meanwhile:
+            later = start + ended
+            shown.append(Span(PROCESSOR, "attention", later, later + work.meanwhile, args))
     return shown
 
 

@@ -70,7 +70,7 @@ def test_drafts_and_several_sequences_keep_their_texts(tiny) -> None:
         {"draft": path, "draft_tokens": 4},
         {"draft": "ngram", "sequences": 2},
     ):
-        placement = PLACEMENTS["processor"]
+        placement = replace(PLACEMENTS["processor"], reclaimed_kv_blocks=0)
         with Engine.from_pretrained(
             path, **OPTIONS | options, placement=placement, method="speculative"
         ) as engine:

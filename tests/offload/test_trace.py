@@ -89,8 +89,10 @@ def test_layers_that_the_processor_computes_have_a_track_of_their_own(tiny, tmp_
     with Engine.from_pretrained(path, trace=file, **options) as engine:
         passes = engine.generate(random_ids(75), PARAMS).stats["passes"]
     events = events_of(file)
-    computed = [event["args"]["layer"] for event in events[PROCESSOR]]
+    computed = [e["args"]["layer"] for e in events[PROCESSOR] if e["name"] == "layer"]
     assert computed == list(PLACEMENTS["processor"].processor_layers) * passes
+    attended = [e["args"]["layer"] for e in events[PROCESSOR] if e["name"] == "attention"]
+    assert attended == list(range(LAYERS)) * passes
     # The device computes all layers of the prefill.
     layers = [event for event in events[COMPUTE] if event["name"] == "layer"]
     assert len(layers) == LAYERS * (1 + passes) - len(computed)

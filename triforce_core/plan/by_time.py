@@ -53,8 +53,9 @@ def fastest(
     if config.host_compute in (AUTO, 0):
         best = choose(replace(case, host_compute=0.0))
         # Rows that the processor computed would have other bits.
-        may = config.host_compute == AUTO and not sizes.same_bits and for_processor(best.memory)
-        if not may or measure_processor() is None:
+        may = config.host_compute == AUTO and not sizes.same_bits
+        away = for_processor(best.memory) or best.memory.kv.away
+        if not may or not away or measure_processor() is None:
             return best
     rates = measure_processor()
     hardware = replace(
@@ -64,12 +65,6 @@ def fastest(
         host_flops_per_second=rates.flops_per_second,
     )
     return choose(replace(case, hardware=hardware))
-
-
-def host_share(best: Candidate) -> float:
-    """Return the share of the layers that the processor computes of those that it may."""
-    may = len(for_processor(best.memory))
-    return len(best.memory.placement.processor_layers) / may if may else 0.0
 
 
 def _case(

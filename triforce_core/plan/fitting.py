@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import DENSE, INT4, SPLIT, STORED
@@ -81,9 +82,25 @@ def fit(
     return _in_one_block(sizes, available_bytes) or found
 
 
-def with_host_compute(memory: MemoryPlan, share: float) -> MemoryPlan:
-    """Return the plan in which the processor computes a share of the layers that it may."""
-    return place_on_processor(memory, round(share * len(for_processor(memory))))
+class HostShares(NamedTuple):
+    """What the processor computes in passes: shares of the layers that it may compute, and of the
+    KV blocks that would cross the link.
+    """
+
+    layers: float
+    kv: float
+
+    @classmethod
+    def of(cls, memory: MemoryPlan) -> HostShares:
+        """Return the shares of a plan."""
+        placement, may = memory.placement, len(for_processor(memory))
+        layers = len(placement.processor_layers)
+        return cls(layers / may if may else 0.0, placement.processor_kv)
+
+    def applied(self, memory: MemoryPlan) -> MemoryPlan:
+        """Return the plan with these shares."""
+        count = round(self.layers * len(for_processor(memory)))
+        return place_on_processor(memory, count).placed(processor_kv=self.kv)
 
 
 def _under(sizes: ModelSizes, placement: Placement, most_budget: int | None) -> Resolved:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan import by_time
-from triforce_core.plan.fitting import Resolved, fit, with_host_compute, with_what_fits
+from triforce_core.plan.fitting import HostShares, Resolved, fit, with_what_fits
 from triforce_core.plan.formats import with_split_unasked
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
@@ -56,7 +56,7 @@ def _by_time(
         best = by_time.fastest(sizes, config, room, pieces, hardware)
     except DoesNotFitError:
         return None
-    config = replace(config, host_compute=by_time.host_share(best))
+    shares = HostShares.of(best.memory)
     chosen = by_time.with_choice(sizes, best, unsplit)
     if not best.plan.budget:
         budgets: Iterable[int] = (0,)
@@ -67,7 +67,7 @@ def _by_time(
     for budget in budgets:
         method = replace(chosen.method, budget=budget) if budget else chosen.method
         try:
-            fitted = placed(replace(chosen, method=method), config, room, budget)
+            fitted = placed(replace(chosen, method=method), config, room, budget, shares)
         except DoesNotFitError:
             continue
         if fitted.memory.weights_file_bytes and chosen.weights.split and not sizes.weights.split:
@@ -100,17 +100,24 @@ def _by_rule(
 
 
 def placed(
-    sizes: ModelSizes, config: EngineConfig, room: Room, most_budget: int | None = None
+    sizes: ModelSizes,
+    config: EngineConfig,
+    room: Room,
+    most_budget: int | None = None,
+    shares: HostShares | None = None,
 ) -> Resolved:
     """Place a model within the room.
 
     most_budget: the most tokens that the retrieval cache may have
+    shares: what the processor computes; None for what the settings say
     Raises UsageError or DoesNotFitError.
     """
     fitted = fit(sizes, room.device_bytes, config.placement, most_budget)
     memory = room.with_files(fitted.memory)
-    if config.host_compute != AUTO:
-        memory = with_host_compute(memory, config.host_compute)
+    if shares is None and config.host_compute != AUTO:
+        shares = HostShares(config.host_compute, config.host_compute)
+    if shares is not None:
+        memory = shares.applied(memory)
     return replace(fitted, memory=memory)
 
 

@@ -74,6 +74,19 @@ typedef struct {
     float scale;
 } Attention;
 
+/* A split block of keys and values, of `heads` heads of keys and of values together: high [heads,
+   tokens, head_dim], low [heads, tokens, head_dim / 2], base [heads, head_dim], and exceptions at
+   `room` places of the block; decoded to out, bfloat16.
+
+   out_head, out_row: numbers from a head or a token to the next */
+typedef struct {
+    const uint8_t *high, *low, *base;
+    const int32_t *places;
+    const uint16_t *patterns;
+    uint16_t *out;
+    int64_t heads, tokens, head_dim, room, out_head, out_row;
+} KVBlock;
+
 /* Norms of rows of `heads` heads of x, over `width` numbers of `format`, F32, F16 or BF16.
 
    delta: added to x first, in place, [rows, heads, width]; NULL for nothing
@@ -133,6 +146,7 @@ typedef struct {
 
    product: computes outputs `first` to `end`
    decode: writes `count` columns of a row from column `first`, both multiples of 256 or the last
+   decode_kv: decodes rows `first` to `end` of the heads of a block, without exceptions
    attend: computes one split of one head
    merge: merges all splits
    attend_whole: both for MOST_QUERIES rows of one head, without a state
@@ -145,6 +159,7 @@ typedef struct {
     int (*runs_here)(void);
     void (*product)(const Product *, int64_t first, int64_t end);
     void (*decode)(const Weight *, int64_t row, int64_t first, int64_t count, float *out);
+    void (*decode_kv)(const KVBlock *, int64_t first, int64_t end);
     void (*attend)(const Attention *, int64_t head, int64_t split);
     void (*merge)(const Attention *, float *out, float *lse);
     void (*attend_whole)(const Attention *, int64_t head, int64_t first_row, float *out,

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import masses, with_sinks
+from triforce_kernels.attention.attention import masses, merge, with_sinks
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.processor import Blocks, PendingAttention, ProcessorAttention
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
@@ -35,14 +36,17 @@ class PassCache:
         conveyor: Conveyor,
         scores: ChunkScores | None = None,
         recent: RecentStores = NO_STORES,
+        processor: ProcessorAttention | None = None,
     ) -> None:
         """scores: collects the score of each chunk of keys, if given
         recent: the windows and states of the sequence
+        processor: attends to blocks in host memory that the store leaves to it
         """
         self._store = store
         self._recent = recent
         self._conveyor = conveyor
         self._scores = scores
+        self._processor = processor
         self._batch: ForwardBatch | None = None
         self.text = 0
 
@@ -68,9 +72,17 @@ class PassCache:
             return with_sinks(part, sinks).reshape(query.shape)
         seen = len(locations) * store.shape.block_tokens + end
         attention = PassAttention(query, store.shape.kv_heads, scores, seen, sinks)
+        elsewhere = self._processor.blocks(store, layer) if self._processor else range(0)
+        if elsewhere:
+            chosen = locations[elsewhere.start : elsewhere.stop]
+            blocks = Blocks(layer, elsewhere.start, chosen)
+            attention.leave_to(self._processor, blocks, store.shape.block_tokens)
         for run in store.runs(layer):
             attention.blocks(*run)
         for index in range(store.on_device(layer), len(locations)):
+            if index in elsewhere:
+                attention.skip(store.shape.block_tokens)
+                continue
             with self._conveyor.bring(kv_key(layer, index, self.text), locations[index]) as block:
                 key, value = store.read(locations[index], block)
                 attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
@@ -139,6 +151,22 @@ class PassAttention:
         self._scores = scores
         self._keys = keys
         self._buffer = scores.buffer(self._rows, keys) if scores else None
+        self._pending: PendingAttention | None = None
+
+    def leave_to(self, processor: ProcessorAttention, blocks: Blocks, tokens: int) -> None:
+        """Leave blocks of `tokens` tokens to the processor, which begins at once. `skip` them when
+        their turn comes.
+        """
+        into = self._buffer
+        if into:
+            into = into.at(blocks.first * (tokens // into.size))
+        self._pending = processor.begin(self._rows, blocks, into)
+
+    def skip(self, tokens: int) -> None:
+        """Go on behind a block of `tokens` tokens that the processor has."""
+        self._running.keys += tokens
+        if self._buffer:
+            self._buffer = self._buffer.at(self._buffer.first + tokens // self._buffer.size)
 
     def blocks(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Attend to blocks that all rows see, [blocks, kv_heads, tokens, head_dim].
@@ -172,6 +200,8 @@ class PassAttention:
             visible=visible,
             scores=self._buffer,
         )
+        if self._pending is not None:
+            part = merge([part, self._pending.take(part.out.device)])
         if self._scores:
             lse = masses(part, self._sinks)
             self._scores.end_layer(layer, lse, self._tokens, self._keys)

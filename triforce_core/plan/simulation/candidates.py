@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from triforce_core.model.tensors import kv_shape
-from triforce_core.plan.fitting import Resolved, fit, with_host_compute
+from triforce_core.plan.fitting import HostShares, Resolved, fit
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
@@ -17,7 +17,7 @@ from triforce_core.plan.simulation.acceptance_curve import (
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.simulation.launches import prefill_flops
-from triforce_core.plan.simulation.processor import Processor, fastest_counts
+from triforce_core.plan.simulation.processor import fastest_counts
 from triforce_core.plan.simulation.round_cost import RoundCost
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_core.settings import AUTO, MethodSettings
@@ -122,17 +122,26 @@ def candidates(
 
 
 def _by_processor(case: Case, memory: MemoryPlan, draft_tokens: int) -> list[MemoryPlan]:
-    """Return a plan with each number of layers that the processor might compute."""
+    """Return a plan with each number of layers, and share of KV, that the processor might
+    compute.
+    """
     if "processor_layers" in case.fixed:
         return [memory]
     if case.host_compute != AUTO:
-        return [with_host_compute(memory, case.host_compute)]
+        return [HostShares(case.host_compute, case.host_compute).applied(memory)]
     if case.hardware.emulated or case.hardware.gpus > 1:
         return [memory]
     rows = 1 + (draft_tokens or memory.requirements.max_draft_tokens)
-    compute = RoundCost(case.costs, memory, case.length, rows).compute_seconds
-    numbers = fastest_counts(Processor(case.costs, rows), memory, compute)
-    return [place_on_processor(memory, count) for count in numbers]
+    cost = RoundCost(case.costs, memory, case.length, rows)
+    if not cost.processor.known:
+        return [memory]
+    numbers = fastest_counts(cost.processor, memory, cost.compute_seconds)
+    plans = [place_on_processor(memory, count) for count in numbers]
+    return [
+        plan.placed(processor_kv=share)
+        for plan in plans
+        for share in sorted({0.0, replace(cost, memory=plan).fastest_kv_share})
+    ]
 
 
 def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:

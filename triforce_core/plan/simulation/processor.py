@@ -13,6 +13,9 @@ from triforce_offload.plan.placing import for_processor
 
 # Seconds of a layer's two waits for the device, what crosses for them, and its small operations.
 _LAYER_SECONDS = 200e-6
+# Attention reaches this share of the rate of products (2 cores of an AMD EPYC, bfloat16, 16 to 100
+# rows: 119 to 130 of 170 GFLOP/s).
+_ATTENTION_SHARE = 0.75
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,36 @@ class Processor:
     def seconds(self, layers: int, link_bytes: float) -> float:
         """Return the seconds in which the processor computes a number of average layers.
 
-        link_bytes: bytes that cross the link meanwhile, at most as fast as it can. The link and the
-            processor share the rate of host memory.
+        link_bytes: bytes that cross the link meanwhile
         """
-        hardware = self.costs.hardware
-        if hardware.emulated:
+        if self.costs.hardware.emulated:
             # The processor is the device.
             return layers * self.on_device
         nbytes, computing = self._of_layer
-        rate, link = hardware.host_bytes_per_second, hardware.stream_bytes_per_second
-        reading = (layers * nbytes + link_bytes) / rate
-        if rate > link:
-            reading = min(reading, layers * nbytes / (rate - link))
+        reading = self._reading(layers * nbytes, link_bytes)
         return max(reading, layers * computing) + layers * _LAYER_SECONDS
+
+    def attention_seconds(self, keys: float, nbytes: float, link_bytes: float) -> float:
+        """Return the seconds in which the processor attends to blocks of all layers together.
+
+        keys, nbytes: of these blocks. link_bytes: bytes that cross the link meanwhile
+        """
+        costs, mixer = self.costs, self.costs.config.attention
+        if costs.hardware.emulated:
+            return costs.attend(self.tokens, round(keys))
+        read, products = 2.0 * mixer.keys, 2.0 * self.tokens * mixer.queries
+        operations = 2.0 * keys * (products / _ATTENTION_SHARE + PRODUCT_ROWS * read)
+        computing = operations / costs.hardware.host_flops_per_second
+        return max(self._reading(nbytes, link_bytes), computing)
+
+    def _reading(self, nbytes: float, link_bytes: float) -> float:
+        """Return the seconds in which the processor reads `nbytes` while others cross the link, at
+        most as fast as it can: both share the rate of host memory.
+        """
+        hardware = self.costs.hardware
+        rate, link = hardware.host_bytes_per_second, hardware.stream_bytes_per_second
+        reading = (nbytes + link_bytes) / rate
+        return min(reading, nbytes / (rate - link)) if rate > link else reading
 
     @cached_property
     def _of_layer(self) -> tuple[float, float]:
@@ -77,7 +97,7 @@ def fastest_counts(processor: Processor, memory: MemoryPlan, compute_seconds: fl
     memory: a plan in which it computes none. compute_seconds: those of its pass
     """
     layers = for_processor(memory)
-    if not layers or not processor.known:
+    if not layers:
         return {0}
     size = memory.layers[layers[0]].nbytes
     rate = processor.costs.hardware.stream_bytes_per_second

@@ -6,7 +6,8 @@ pieces takes its seconds on a virtual clock.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from triforce_core.plan.simulation.costs import Costs
@@ -17,6 +18,9 @@ from triforce_offload.plan.memory_plan import MemoryPlan, Where
 from triforce_offload.plan.placing import share_blocks
 from triforce_offload.plan.simulate import ReadFromDisk, Timeline, Work, simulate
 from triforce_offload.schedule import KV, WEIGHTS, Crossing, Kind, KVPlaces, Places, pass_schedule
+
+# Shares of the KV that are tried are multiples of one in this many.
+_SHARES = 20
 
 
 @dataclass(frozen=True)
@@ -48,19 +52,29 @@ class RoundCost:
         resident = min(kv.resident + kv.reclaimed, kv.blocks) // self.memory.requirements.sequences
         return Places(
             layer_bytes=[layer.link_bytes for layer in self.memory.layers],
-            texts=[
-                KVPlaces([self._blocks] * kv.shape.layers, share_blocks(resident, kv.shape.layers))
-            ],
+            texts=[self._text(share_blocks(resident, kv.shape.layers))],
             block_bytes=kv.shape.block_bytes,
             kv_index=self.memory.requirements.kv_index,
         )
 
+    def _text(self, resident: Sequence[int]) -> KVPlaces:
+        """Return where the KV is. resident: blocks of each layer that are on the device"""
+        blocks, share = self._blocks, self.memory.placement.processor_kv
+        counts = [round(share * max(0, blocks - first)) for first in resident]
+        elsewhere = [range(first, first + n) for first, n in zip(resident, counts, strict=True)]
+        return KVPlaces([blocks] * len(resident), resident, elsewhere if share else ())
+
     @cached_property
     def link_bytes(self) -> int:
         """Bytes that a pass copies to the device."""
-        places = self.places
-        blocks = sum(max(0, self._blocks - share) for share in places.texts[0].resident)
-        return self.memory.weights_link_bytes + blocks * places.block_bytes
+        places, text = self.places, self.places.texts[0]
+        blocks = sum(max(0, self._blocks - share) for share in text.resident)
+        return self.memory.weights_link_bytes + places.block_bytes * (blocks - self._elsewhere)
+
+    @cached_property
+    def _elsewhere(self) -> int:
+        """Number of blocks of all layers to which the processor attends."""
+        return sum(map(len, self.places.texts[0].by_processor))
 
     @property
     def link_seconds(self) -> float:
@@ -98,7 +112,38 @@ class RoundCost:
         seconds, full = self._seconds, self._shape.layers
         layer = seconds[Kind.BEFORE] + self._blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
         layers = full * layer + sum(self._recent_seconds.values())
-        return layers + len(self._by_processor) * self._longer + self.head_seconds
+        layers += len(self._by_processor) * self._longer
+        if elsewhere := self._elsewhere:
+            # In each layer the device waits for the processor's part, or the other way round.
+            own = (full * self._blocks - elsewhere) * seconds[Kind.BLOCK]
+            theirs = self.attention_seconds
+            layers += max(own, theirs) - full * self._blocks * seconds[Kind.BLOCK]
+        return layers + self.head_seconds
+
+    @cached_property
+    def attention_seconds(self) -> float:
+        """Seconds in which the processor attends to its blocks."""
+        if not (blocks := self._elsewhere):
+            return 0.0
+        shape = self._shape
+        self._check_rates()
+        keys, nbytes = blocks * shape.block_tokens, blocks * shape.block_bytes
+        return self.processor.attention_seconds(keys, nbytes, self.link_bytes)
+
+    @property
+    def fastest_kv_share(self) -> float:
+        """The share of the KV away from the device to which the processor had best attend, if it
+        and the link never wait for one another.
+        """
+        if not self.memory.kv.away:
+            return 0.0
+        shares = [step / _SHARES for step in range(_SHARES + 1)]
+
+        def seconds(share: float) -> float:
+            cost = replace(self, memory=self.memory.placed(processor_kv=share))
+            return max(cost.compute_seconds, cost.link_seconds)
+
+        return min(shares, key=seconds)
 
     @cached_property
     def processor_seconds(self) -> float:
@@ -108,16 +153,34 @@ class RoundCost:
         """
         if not (layers := len(self._by_processor)):
             return 0.0
-        if not self._processor.known:
-            raise UsageError(
-                "layers that the processor computes need its rates: give --host-bandwidth and "
-                "--host-flops"
-            )
-        return self._processor.seconds(layers, self.link_bytes)
+        self._check_rates()
+        return self.processor.seconds(layers, self.link_bytes)
 
     @cached_property
-    def _processor(self) -> Processor:
+    def processor(self) -> Processor:
         return Processor(self.costs, self.tokens)
+
+    def _check_rates(self) -> None:
+        if not self.processor.known:
+            raise UsageError(
+                "what the processor computes needs its rates: give --host-bandwidth and "
+                "--host-flops"
+            )
+
+    @property
+    def _aside(self) -> dict[int, float]:
+        """Seconds in which the processor attends to its blocks of each layer that has some."""
+        text, index = self.places.texts[0], self.places.kv_index
+        blocks = {
+            layer: len(text.by_processor[kv])
+            for layer, kv in enumerate(index)
+            if kv is not None and text.by_processor
+        }
+        return {
+            layer: self.attention_seconds * count / self._elsewhere
+            for layer, count in blocks.items()
+            if count
+        }
 
     @cached_property
     def _by_processor(self) -> frozenset[int]:
@@ -129,7 +192,7 @@ class RoundCost:
         """Seconds that a layer takes longer on the processor than on the device."""
         if not (layers := len(self._by_processor)):
             return 0.0
-        return self.processor_seconds / layers - self._processor.on_device
+        return self.processor_seconds / layers - self.processor.on_device
 
     @property
     def head_seconds(self) -> float:
@@ -157,7 +220,7 @@ class RoundCost:
         head = Work("head", self.head_seconds)
         if self.early_head:
             works.append(head)
-        attend = seconds[Kind.BLOCK]
+        attend, aside = seconds[Kind.BLOCK], self._aside
         for kind, layer, blocks, needs, releases in schedule.pieces:
             # A BLOCK piece computes only attention.
             own = attend if kind is Kind.BLOCK else seconds[kind] + blocks * attend
@@ -166,7 +229,10 @@ class RoundCost:
             by_processor = layer in self._by_processor
             if by_processor and kind is Kind.AFTER:
                 own += self._longer
-            works.append(Work("layer", own, needs, releases, layer, by_processor))
+            meanwhile = share if kind is Kind.BEFORE and (share := aside.get(layer)) else 0.0
+            joins = kind is Kind.AFTER and layer in aside
+            work = Work("layer", own, needs, releases, layer, by_processor, meanwhile, joins)
+            works.append(work)
         if not self.early_head:
             works.append(head)
         placement = self.memory.placement

@@ -1,0 +1,143 @@
+"""Attention of a pass to blocks of KV where they are in host memory, by the processor.
+
+A thread waits for the queries, computes, and leaves the result in host memory. The link goes on
+meanwhile, and so does the device with the blocks that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from triforce_kernels.attention.attention import Partial
+from triforce_kernels.attention.scoring import ScoreBuffer
+from triforce_kernels.attention.streaming import Running, attend_blocks, attend_tail
+from triforce_offload.kv.block_format import BlockFormat, DenseBlocks, SplitBlocks
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.store import KVStore
+from triforce_offload.link.link import Link
+from triforce_offload.link.trace import Tracer
+from triforce_offload.link.waiting import patience
+from triforce_offload.weights.locations import Location
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Adjacent blocks of a layer in host memory.
+
+    layer: index among the layers that store KV in blocks
+    first: index of the first block
+    """
+
+    layer: int
+    first: int
+    locations: Sequence[Location]
+
+
+class PendingAttention:
+    """Attention to some blocks that is being computed. `take` waits for it."""
+
+    def __init__(
+        self, result: Future[Partial], scores: ScoreBuffer | None, into: ScoreBuffer | None
+    ) -> None:
+        """scores: where the processor writes scores of chunks; into: where they belong"""
+        self._result = result
+        self._scores = scores
+        self._into = into
+
+    def take(self, device: torch.device) -> Partial:
+        """Return the attention on a device, and give the scores of chunks to their buffer.
+
+        Raises whatever the computation raised.
+        """
+        part = self._result.result()
+        if self._scores is not None:
+            chunks = self._scores.out.shape[2]
+            into = self._into.out[:, :, self._into.first : self._into.first + chunks]
+            into.copy_(self._scores.out, non_blocking=True)
+        return Partial(*(each.to(device, non_blocking=True) for each in part))
+
+
+class ProcessorAttention:
+    """The thread that attends, one layer after the other."""
+
+    def __init__(self, shape: KVShape, share: float, link: Link, trace: Tracer) -> None:
+        """share: of a layer's blocks that are in host memory alone, how many it attends to"""
+        self._shape = shape
+        self._share = share
+        self._link = link
+        self._trace = trace
+        self._dense = DenseBlocks(shape)
+        self._split: BlockFormat | None = None
+        if shape.split:
+            # One block is decoded at a time: what is decoded should stay in the processor's caches.
+            room = torch.empty(shape.dense_block_bytes, dtype=torch.uint8)
+            self._split = SplitBlocks(shape, room)
+        threads = torch.get_num_threads()
+        self._thread = ThreadPoolExecutor(1, "processor", torch.set_num_threads, (threads,))
+        self._running: Future[Partial] | None = None
+
+    def blocks(self, store: KVStore, layer: int) -> range:
+        """Return which of a layer's blocks it attends to in a pass: the oldest of those that have
+        no place on the device.
+        """
+        first = store.first_away(layer)
+        count = round(self._share * max(0, len(store.locations(layer)) - first))
+        return range(first, first + count)
+
+    def begin(
+        self, query: torch.Tensor, blocks: Blocks, into: ScoreBuffer | None
+    ) -> PendingAttention:
+        """Start attention of queries [kv_heads, rows, head_dim] on the device to blocks.
+
+        into: where scores of chunks belong, from the chunk of the blocks' first key; or None
+        """
+        pinned, here, after = query.is_cuda, query, None
+        if query.is_cuda:
+            here = torch.empty(query.shape, dtype=query.dtype, pin_memory=True)
+            here.copy_(query, non_blocking=True)
+            after = torch.cuda.Event()
+            after.record(torch.cuda.current_stream(query.device))
+        scores = None
+        if into is not None:
+            chunks = len(blocks.locations) * -(-self._shape.block_tokens // into.size)
+            size = (*query.shape[:2], chunks)
+            out = torch.empty(size, dtype=torch.float32, pin_memory=pinned)
+            scores = ScoreBuffer(out, 0, into.size, into.mass)
+
+        def compute() -> Partial:
+            if after is not None:
+                patience(query.device).wait(after)
+            with self._trace.processor("attention", layer=blocks.layer), torch.inference_mode():
+                part = self._attended(here, blocks, scores)
+                # Pageable memory would be copied while the host waits.
+                return Partial(*(each.pin_memory() for each in part)) if pinned else part
+
+        self._running = self._thread.submit(compute)
+        return PendingAttention(self._running, scores, into)
+
+    def drain(self) -> None:
+        """Wait until nothing is computed any more: blocks may then change, or be freed."""
+        if self._running is not None:
+            wait([self._running])
+            self._running = None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _attended(self, query: torch.Tensor, blocks: Blocks, scores: ScoreBuffer | None) -> Partial:
+        running = Running.of(query)
+        running.keys = blocks.first * self._shape.block_tokens
+        for location in blocks.locations:
+            for event in location.source.after if location.source else ():
+                self._link.wait_on_host(event)
+            stored = self._split if self._split and not location.dense else self._dense
+            key, value = stored.read(location.memory).unbind()
+            attend_blocks(running, query, key.unsqueeze(0), value.unsqueeze(0), scores)
+            if scores is not None:
+                scores = scores.at(scores.first + key.shape[1] // scores.size)
+        none = query.new_empty(query.shape[0], 0, query.shape[2])
+        return attend_tail(running, query, none, none, 1)
