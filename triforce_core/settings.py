@@ -297,8 +297,8 @@ class EngineConfig:
     same_bits: "on": each token has the same logits to the last bit, whatever drafts it, wherever
         weights and KV are, and whatever other sequences share its passes; "off": not; "auto": "on"
         where this costs little, which is on a CPU with compiled kernels
-    host_compute: share of the layers that would stream that the processor computes in passes, where
-        they are in host memory; "auto": as many as make passes faster, on a GPU; "off" is 0
+    host_compute: share of the layers and of the KV that would stream that the processor computes in
+        passes, where they are; "auto": as much as makes a GPU's passes faster; "off" is 0
     sequences: number of sequences that a pass may run over at once, each with its own KV and draft
         levels; streamed weights cross the link once for all of them
     max_context: the most tokens of prompt and output together; None for the model's positions. A

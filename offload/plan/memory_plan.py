@@ -215,7 +215,7 @@ class MemoryPlan:
     @property
     def streams(self) -> bool:
         """Whether passes over a full context wait for the link, or for the processor."""
-        return self.link_bytes > 0 or self.processor_bytes > 0 or self.kv.by_processor > 0
+        return self.link_bytes > 0 or self.placement.uses_processor
 
     @cached_property
     def slot_bytes(self) -> int:

@@ -70,6 +70,11 @@ class Placement:
         """Whether every layer is on the device: itself, by its high bits or by an int4 copy."""
         return set(self.streamed_layers) <= {*self.int4_layers, *self.split_layers}
 
+    @property
+    def uses_processor(self) -> bool:
+        """Whether the processor computes parts of passes."""
+        return bool(self.processor_layers) or self.processor_kv > 0
+
     def with_resident_blocks(self, blocks: int) -> Placement:
         """Return the placement with `blocks` resident KV blocks and none in reclaimed memory."""
         return replace(self, resident_kv_blocks=blocks, reclaimed_kv_blocks=0).with_slots()

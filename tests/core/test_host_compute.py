@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +20,9 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.processor import Processor, fastest_counts
 from triforce_core.plan.simulation.search import choose
 from triforce_core.settings import EngineConfig
-from triforce_offload.errors import UsageError
+from triforce_offload.errors import LinkError, UsageError
+from triforce_offload.kv.processor import PendingAttention, ProcessorAttention
+from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.machine.processor import measure_processor
 from triforce_offload.machine.profiles import named
 from triforce_offload.plan.memory_plan import LayerPlan, Where
@@ -59,6 +63,104 @@ def test_the_text_is_the_same_at_every_share(tiny, family: str, stochastic: bool
     assert crossed[-1] == 0
 
 
+@pytest.mark.first
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("retrieval", ["mass", "mean"])
+def test_blocks_left_to_the_processor_change_neither_text_nor_scores(
+    tiny, monkeypatch, dtype: str, retrieval: str
+) -> None:
+    """And what the link brings falls by their share. Chunks are chosen by the same scores."""
+    path, _ = tiny("llama")
+    placement = Placement((), True, 3, 0, 3, 2)
+    options = OPTIONS | {"budget": 32, "retrieval": retrieval, "dtype": dtype, "draft_tokens": 4}
+    seen: dict[float, list[torch.Tensor]] = {}
+    taken = ChunkScores.take
+    texts, crossed, share = {}, {}, 0.0
+
+    def take(scores: ChunkScores, tokens: int, chunks: int) -> torch.Tensor:
+        result = taken(scores, tokens, chunks)
+        seen.setdefault(share, []).append(result.clone())
+        return result
+
+    monkeypatch.setattr(ChunkScores, "take", take)
+    for share in (0.0, 0.4, 1.0):
+        where = replace(placement, processor_kv=share)
+        with Engine.from_pretrained(path, placement=where, **options) as engine:
+            result = engine.generate(random_ids(100), GREEDY)
+            plan = engine.memory_plan
+        texts[share], link = result.token_ids, result.stats["link"]
+        crossed[share] = link["bytes_to_device"] / result.stats["passes"]
+        assert link["prefill_bytes_to_device"] == 0
+        assert result.stats["retrieval"]["churn"] is not None, "it was refreshed"
+    # What is left are chunks for the retrieval cache.
+    assert crossed[0.0] > crossed[0.4] > crossed[1.0]
+    assert plan.kv.by_processor == plan.kv.away > 0
+    # In bfloat16 a text may go on differently after a tie.
+    if dtype == "float32":
+        assert texts[0.0] == texts[0.4] == texts[1.0]
+    bound = 1e-4 if dtype == "float32" else 0.05
+    for share in (0.4, 1.0):
+        torch.testing.assert_close(seen[share][0], seen[0.0][0], rtol=bound, atol=bound)
+
+
+def test_split_blocks_are_read_where_they_are(tiny) -> None:
+    path, _ = tiny("llama")
+    options = OPTIONS | {"dtype": "bfloat16", "same_bits": "off", "method": "autoregressive"}
+    logits = {}
+    for kv in ("dense", "split"):
+        placement = Placement((), True, 3, 0, 3, 2, processor_kv=0.7)
+        with Engine.from_pretrained(path, placement=placement, kv=kv, **options) as engine:
+            result = engine.generate(random_ids(100), replace(GREEDY, logprobs=4))
+            logits[kv] = result.logprobs
+            assert engine.memory_plan.kv.by_processor > 0
+    # Without loss: the same numbers in the same order.
+    assert logits["dense"] == logits["split"]
+
+
+def test_what_fails_in_the_thread_reaches_the_request(tiny, monkeypatch) -> None:
+    """And the context can be used again."""
+    path, _ = tiny("llama")
+    placement = Placement((), True, 3, 0, 3, 2, processor_kv=0.7)
+    with Engine.from_pretrained(path, placement=placement, **OPTIONS) as engine:
+        expected = engine.generate(random_ids(75), GREEDY).token_ids
+
+        def fails(*arguments: object) -> None:
+            raise LinkError("the memory is broken")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(ProcessorAttention, "_attended", fails)
+            with pytest.raises(LinkError, match="the memory is broken"):
+                engine.generate(random_ids(75), GREEDY)
+        assert engine.generate(random_ids(75), GREEDY).token_ids == expected
+
+
+def test_an_interrupted_pass_waits_for_the_thread(tiny, monkeypatch) -> None:
+    """Blocks are given back only once nothing reads them."""
+    path, _ = tiny("llama")
+    placement = Placement((), True, 3, 0, 3, 2, processor_kv=0.7)
+    attended, reading, done = ProcessorAttention._attended, threading.Event(), []
+
+    def slow(*arguments: object) -> object:
+        reading.set()
+        time.sleep(0.2)
+        done.append(attended(*arguments))
+        return done[-1]
+
+    def interrupted(*arguments: object) -> None:
+        reading.wait()
+        raise KeyboardInterrupt
+
+    with Engine.from_pretrained(path, placement=placement, **OPTIONS) as engine:
+        expected = engine.generate(random_ids(75), GREEDY).token_ids
+        with monkeypatch.context() as late:
+            late.setattr(ProcessorAttention, "_attended", slow)
+            late.setattr(PendingAttention, "take", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.generate(random_ids(75), GREEDY)
+            assert len(done) == 1
+        assert engine.generate(random_ids(75), GREEDY).token_ids == expected
+
+
 def test_drafts_and_several_sequences_keep_their_texts(tiny) -> None:
     path, _ = tiny("llama")
     prompts = [random_ids(n) * 2 for n in (31, 40)]
@@ -80,7 +182,7 @@ def test_drafts_and_several_sequences_keep_their_texts(tiny) -> None:
 
 def test_a_share_of_what_streams_is_computed(tiny) -> None:
     path, _ = tiny("llama")
-    options = OPTIONS | {"method": "autoregressive", "dtype": "float32"}
+    options = OPTIONS | {"method": "autoregressive", "dtype": "float32", "same_bits": "off"}
     with Engine.from_pretrained(path, **options, placement=ALL) as engine:
         streaming = engine.memory_plan
         expected = engine.generate(random_ids(75), GREEDY).token_ids
@@ -153,6 +255,21 @@ def test_a_desktops_processor_makes_passes_faster(model: str) -> None:
     assert shared.memory.device_bytes <= shared.case.room.device_bytes
     # Prefills copy all of them.
     assert shared.memory.weights_prefill_bytes > shared.memory.weights_link_bytes
+
+
+def test_kv_that_streams_is_shared_with_the_processor() -> None:
+    shape = read_model("llama2-7b-128k")
+    alone, shared = (
+        choose(Case(shape.config, replace(named("rtx4090"), **rates), 131072))
+        for rates in ({}, DESKTOP)
+    )
+    assert alone.memory.placement.processor_kv == 0 < shared.memory.placement.processor_kv < 1
+    assert shared.round.pass_seconds < 0.5 * alone.round.pass_seconds
+    assert shared.seconds_per_token < 0.75 * alone.seconds_per_token
+    # Longer drafts are more arithmetic: less is left to the processor.
+    rows = [replace(shared.round, tokens=n).fastest_kv_share for n in (1, 33, 129, 257)]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] > rows[-1]
 
 
 def test_a_slow_host_computes_nothing() -> None:

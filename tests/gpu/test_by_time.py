@@ -72,7 +72,7 @@ def test_the_processor_computes_what_would_cross_a_slow_link(tiny, monkeypatch, 
     assert counts["off"] == 0
 
 
-def test_the_same_bits_and_layers_of_the_processor_exclude_each_other(tiny, monkeypatch) -> None:
+def test_the_same_bits_exclude_what_the_processor_computes(tiny, monkeypatch) -> None:
     path, _ = tiny("llama")
     monkeypatch.setattr("triforce_core.loading.devices.backend", lambda device: TRITON)
     options = {"device": "cuda:0", "max_context": 200, "same_bits": "on"}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from exactness import DEVICE
 
-from triforce_kernels.dispatch import REFERENCE
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import HOST, REFERENCE
 from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, decode_chunks, encode_block
 from triforce_offload.kv.block_format import SplitBlocks
@@ -76,6 +77,31 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(
         found.contiguous().view(torch.int16), expected.contiguous().view(torch.int16)
     )
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_processor_decodes_what_the_reference_does(make, monkeypatch, name: str) -> None:
+    """With heads of sizes that are no multiple of a vector, and damaged lists of exceptions."""
+    monkeypatch.setattr(dispatch, "_forced", HOST)
+    for width in (HEAD_DIM, 10, 2, 128):
+        block = BLOCKS[name]().cpu()
+        block = block.repeat(1, 1, -(-width // block.shape[2]))[..., :width].contiguous()
+        stored_block, at = (
+            part.cpu() if torch.is_tensor(part) else part for part in stored(*block.shape)
+        )
+        split = SplitKV.of(stored_block[0], at)
+        if not encode_block(block, split):
+            continue
+        around = torch.full((block.shape[0], block.shape[1] + 4, width + 3), 3.0).bfloat16()
+        into = around[:, 2:-2, :width]
+        decode_blocks(stored_block, at, into[None])
+        assert same(into, block)
+        assert (around[:, :2] == 3).all()
+        assert (around[:, -2:] == 3).all()
+        assert (around[..., width:] == 3).all()
+        split.places[-2:] = torch.tensor([-5, block.numel()])
+        decode_blocks(stored_block, at, into[None])
+        assert same(into, block)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -172,8 +172,8 @@ def _add_formats(group: Options) -> None:
 
     add(
         "host_compute",
-        "share of the layers that would stream which the processor computes where they are, from 0 "
-        "to 1; off is 0; auto: as many as make a GPU's passes faster",
+        "share of the weights and KV that would stream which the processor computes where they "
+        "are, from 0 to 1; off is 0; auto: as much as makes a GPU's passes faster",
         type=host_share,
         metavar="auto|off|SHARE",
     )

@@ -9,7 +9,7 @@ from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import Layouts, split_layouts, stored_layouts
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import AUTO, DENSE, OFF, SPLIT, EngineConfig
+from triforce_core.settings import AUTO, DENSE, OFF, ON, SPLIT, EngineConfig
 from triforce_kernels.weights.block_types import NARROW, BlockType
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.memory_plan import MemoryPlan
@@ -54,12 +54,7 @@ def as_asked(
 
     Raises UsageError.
     """
-    sizes = _with_same_bits(config.same_bits, sizes)
-    if sizes.same_bits and sizes.device.gpu and config.host_compute not in (AUTO, 0):
-        raise UsageError(
-            "--same-bits on and --host-compute do not go together on a GPU: the processor rounds "
-            "differently"
-        )
+    sizes = _with_same_bits(config, sizes)
     name = dtype_name(sizes.dtype)
     if config.kv == SPLIT and name != "bfloat16":
         raise UsageError(
@@ -179,14 +174,22 @@ def _streams(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool
         return True
 
 
-def _with_same_bits(asked: str, sizes: ModelSizes) -> ModelSizes:
+def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
     """Return the sizes with whether rows have the same bits in every forward.
 
     Kernels of a GPU give rows the same bits if they are asked to, since prompts take longer then.
+    What the processor computes is added in another order, so it excludes them.
 
     Raises UsageError.
     """
-    device = sizes.device
+    asked, device, where = config.same_bits, sizes.device, config.placement
+    if config.host_compute not in (AUTO, 0) or (where is not None and where.uses_processor):
+        if asked == ON:
+            raise UsageError(
+                "--same-bits on and --host-compute do not go together: what the processor computes "
+                "is added in another order"
+            )
+        return sizes
     if asked == OFF or (asked == AUTO and not device.host_kernels):
         return sizes
     if not (device.host_kernels or device.kernels):

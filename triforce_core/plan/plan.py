@@ -167,6 +167,8 @@ class Plan:
             if kv_blocks
             else "all KV resident",
         ]
+        if placement.processor_kv and resident < kv_blocks:
+            parts[-1] += f" and {placement.processor_kv:.0%} of the others left to the processor"
         if split := [n for n in ("weights", "kv") if getattr(self, n) == SPLIT]:
             parts.append(f"{' and '.join(split).replace('kv', 'KV')} split")
         if self.budget:
@@ -249,5 +251,5 @@ _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
     "draft_kv",
     "weights", "kv", "reclaimed_kv_blocks", "int4_layers",
-    "file_layers", "split_layers", "processor_layers",
+    "file_layers", "split_layers", "processor_layers", "processor_kv",
 }  # fmt: skip

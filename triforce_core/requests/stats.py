@@ -131,6 +131,7 @@ def _placement_stats(plan: MemoryPlan, kv: KVStore) -> dict[str, Any]:
     """Return where the weights are, and the KV at this length."""
     layers = range(kv.shape.layers)
     blocks = [(kv.on_device(layer), len(kv.locations(layer))) for layer in layers]
+    elsewhere = plan.kv.processor_share * sum(whole - resident for resident, whole in blocks)
     return {
         **plan.layer_counts,
         "embedding_resident": plan.placement.embedding_resident,
@@ -138,6 +139,7 @@ def _placement_stats(plan: MemoryPlan, kv: KVStore) -> dict[str, Any]:
         "resident_kv_layers": sum(resident == whole for resident, whole in blocks),
         "resident_kv_blocks": sum(resident for resident, _ in blocks),
         "kv_blocks": sum(whole for _, whole in blocks),
+        "processor_kv_blocks": round(elsewhere),
     }
 
 

@@ -108,7 +108,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
             type=float,
             metavar="N",
             help="operations per second of the processor's products, such as 1.5e12; with "
-            "--host-bandwidth, layers that would stream may be computed by it",
+            "--host-bandwidth, it may compute weights and KV that would stream",
         )
     )
     add(
@@ -177,8 +177,8 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         type=host_share,
         default=AUTO,
         metavar="auto|off|SHARE",
-        help="share of the layers that would stream which the processor computes; auto: as many as "
-        "make passes faster, if its rates are known",
+        help="share of the weights and KV that would stream which the processor computes; auto: as "
+        "much as makes passes faster, if its rates are known",
     )
     add("--resident-kv", metavar="N|Nlayers", help="KV blocks, or layers, that stay on the device")
     add(

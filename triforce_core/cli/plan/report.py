@@ -118,7 +118,7 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
     by_processor = placement["processor_layers"]
     streamed = layers - resident - in_files - by_processor
     blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
-    reclaimed = placement["reclaimed_kv_blocks"]
+    reclaimed, attended = placement["reclaimed_kv_blocks"], placement["processor_kv_blocks"]
     workspace = "workspace of the prefill"
     if reclaimed:
         workspace += f"; afterwards {reclaimed} KV blocks"
@@ -137,7 +137,8 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
                 f"KV: {kept - reclaimed} of {blocks} blocks, and the newest tokens",
                 *("device", "resident_kv_bytes"),
             ),
-            (f"KV: {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
+            (f"KV: {blocks - kept - attended} blocks", "host, streamed", "streamed_kv_bytes"),
+            (f"KV: {attended} blocks", "host, computed there", "processor_kv_bytes"),
             ("KV of layers with a window", "device", "windows_bytes"),
             ("states of recurrent layers", "device", "states_bytes"),
             (f"int4 copies of {placement['int4_layers']} layers", "device", "int4_bytes"),

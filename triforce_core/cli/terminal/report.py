@@ -119,9 +119,12 @@ def _kv_cache(placement: dict[str, Any]) -> str:
     blocks, resident = placement["kv_blocks"], placement["resident_kv_blocks"]
     if not blocks:
         return "all on the device"
+    attended = placement["processor_kv_blocks"]
+    by_processor = f", {attended} left to the processor" if attended else ""
     return (
-        f"{resident} of {blocks} blocks resident, {blocks - resident} streamed; "
-        f"{placement['block_tokens']} tokens a block, and the newest tokens on the device"
+        f"{resident} of {blocks} blocks resident, {blocks - resident - attended} streamed"
+        f"{by_processor}; {placement['block_tokens']} tokens a block, and the newest tokens on the "
+        "device"
     )
 
 

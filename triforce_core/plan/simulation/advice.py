@@ -21,10 +21,10 @@ def bottleneck(chosen: Candidate) -> str:
         return _of_the_link(chosen, share)
     if what == "draft":
         return f"drafting: {share} drafts; {_cheaper_drafts(chosen)} would help"
-    if cost.processor_seconds * 2 > cost.compute_seconds:
+    if 2 * (cost.processor_seconds + cost.attention_seconds) > cost.compute_seconds:
         return (
-            f"the processor: {share} computes, mostly the layers that the processor has; more "
-            "device memory or faster host memory would help"
+            f"the processor: {share} computes, mostly what the processor has; more device memory "
+            "or faster host memory would help"
         )
     return f"compute: {share} computes what has arrived; a faster GPU would help"
 

@@ -113,6 +113,7 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
         "kv_blocks": memory.kv.blocks,
         "resident_kv_blocks": placement.resident_kv_blocks + placement.reclaimed_kv_blocks,
         "reclaimed_kv_blocks": placement.reclaimed_kv_blocks,
+        "processor_kv_blocks": memory.kv.by_processor,
         "budget": chosen.plan.budget,
     }
 
@@ -137,6 +138,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         "file_weights_bytes": memory.weights_file_bytes,
         "processor_bytes": memory.processor_bytes,
         "streamed_kv_bytes": memory.kv.link_bytes,
+        "processor_kv_bytes": memory.kv.by_processor * memory.kv.shape.block_bytes,
     }
 
 

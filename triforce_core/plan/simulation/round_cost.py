@@ -6,6 +6,7 @@ pieces takes its seconds on a virtual clock.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -137,13 +138,22 @@ class RoundCost:
         """
         if not self.memory.kv.away:
             return 0.0
-        shares = [step / _SHARES for step in range(_SHARES + 1)]
 
-        def seconds(share: float) -> float:
-            cost = replace(self, memory=self.memory.placed(processor_kv=share))
-            return max(cost.compute_seconds, cost.link_seconds)
+        def cost(step: int) -> RoundCost:
+            return replace(self, memory=self.memory.placed(processor_kv=step / _SHARES))
 
-        return min(shares, key=seconds)
+        def computes(step: int) -> bool:
+            return cost(step).compute_seconds >= cost(step).link_seconds
+
+        # The larger the share, the longer it computes, and the shorter the link is busy.
+        enough = bisect_left(range(_SHARES), True, key=computes)
+        best = min((max(0, enough - 1), enough), key=lambda step: cost(step).bound_seconds)
+        return best / _SHARES
+
+    @property
+    def bound_seconds(self) -> float:
+        """Lower bound of a pass: the longer of compute and the copies."""
+        return max(self.compute_seconds, self.link_seconds)
 
     @cached_property
     def processor_seconds(self) -> float:
@@ -229,7 +239,7 @@ class RoundCost:
             by_processor = layer in self._by_processor
             if by_processor and kind is Kind.AFTER:
                 own += self._longer
-            meanwhile = share if kind is Kind.BEFORE and (share := aside.get(layer)) else 0.0
+            meanwhile = aside.get(layer, 0.0) if kind is Kind.BEFORE else 0.0
             joins = kind is Kind.AFTER and layer in aside
             work = Work("layer", own, needs, releases, layer, by_processor, meanwhile, joins)
             works.append(work)
