@@ -6,7 +6,7 @@ meanwhile, and so does the device with the blocks that it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -22,6 +22,9 @@ from triforce_offload.link.link import Link
 from triforce_offload.link.trace import Tracer
 from triforce_offload.link.waiting import patience
 from triforce_offload.weights.locations import Location
+
+# Bytes of split blocks that are decoded at a time: they should stay in the processor's caches.
+_DECODED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class ProcessorAttention:
         self._dense = DenseBlocks(shape)
         self._split: BlockFormat | None = None
         if shape.split:
-            # One block is decoded at a time: what is decoded should stay in the processor's caches.
-            room = torch.empty(shape.dense_block_bytes, dtype=torch.uint8)
+            count = max(1, _DECODED_BYTES // shape.dense_block_bytes)
+            room = torch.empty(count * shape.dense_block_bytes, dtype=torch.uint8)
             self._split = SplitBlocks(shape, room)
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "processor", torch.set_num_threads, (threads,))
@@ -131,13 +134,43 @@ class ProcessorAttention:
     def _attended(self, query: torch.Tensor, blocks: Blocks, scores: ScoreBuffer | None) -> Partial:
         running = Running.of(query)
         running.keys = blocks.first * self._shape.block_tokens
-        for location in blocks.locations:
-            for event in location.source.after if location.source else ():
+        for run in adjacent(blocks.locations):
+            for event in (event for each in run if each.source for event in each.source.after):
                 self._link.wait_on_host(event)
-            stored = self._split if self._split and not location.dense else self._dense
-            key, value = stored.read(location.memory).unbind()
-            attend_blocks(running, query, key.unsqueeze(0), value.unsqueeze(0), scores)
-            if scores is not None:
-                scores = scores.at(scores.first + key.shape[1] // scores.size)
+            stored = self._split if self._split and not run[0].dense else self._dense
+            for key, value in stored.runs(_as_one(run)):
+                attend_blocks(running, query, key, value, scores)
+                if scores is not None:
+                    chunks = len(key) * (key.shape[2] // scores.size)
+                    scores = scores.at(scores.first + chunks)
         none = query.new_empty(query.shape[0], 0, query.shape[2])
         return attend_tail(running, query, none, none, 1)
+
+
+def adjacent(locations: Sequence[Location]) -> Iterator[list[Location]]:
+    """Yield locations in runs, each of blocks of one kind that lie at equal distances in one piece
+    of memory, one behind the other.
+    """
+    run: list[Location] = []
+    for location in locations:
+        if run and not _follows(run, location):
+            yield run
+            run = []
+        run.append(location)
+    if run:
+        yield run
+
+
+def _follows(run: Sequence[Location], location: Location) -> bool:
+    last, memory = run[-1].memory, location.memory
+    step = memory.data_ptr() - last.data_ptr()
+    same = memory.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    even = len(run) == 1 or step == last.data_ptr() - run[-2].memory.data_ptr()
+    return same and even and step >= last.numel() and location.dense == run[0].dense
+
+
+def _as_one(run: Sequence[Location]) -> torch.Tensor:
+    """Return the blocks of a run, [blocks, bytes of one] uint8."""
+    first = run[0].memory
+    step = run[1].memory.data_ptr() - first.data_ptr() if len(run) > 1 else first.numel()
+    return first.as_strided((len(run), first.numel()), (step, 1))

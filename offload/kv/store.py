@@ -252,7 +252,7 @@ class KVStore:
             if len(locations) > blocks:
                 if rest:
                     self._recall(layer, locations[blocks], rest)
-                for location in locations[blocks:]:
+                for location in reversed(locations[blocks:]):
                     self._give_back(location)
                 del locations[blocks:]
         self.length = length
@@ -311,15 +311,14 @@ class KVStore:
         return True
 
     def close(self) -> None:
-        """Free all memory, once the link has completed all copies.
-
-        A copy that failed no longer matters.
-        """
+        """Free all memory, once the link has completed all copies, or failed to."""
         with suppress(LinkError):
             self._link.synchronize()
         self._staging.forget()
-        for location in (location for locations in self._locations for location in locations):
-            self._give_back(location)
+        # In this order, so that blocks that are taken again lie one behind the other.
+        for locations in reversed(self._locations):
+            for location in reversed(locations):
+                self._give_back(location)
         self._locations = []
         self.release_reclaimed()
         self._tail.close()

@@ -98,7 +98,8 @@ def test_blocks_left_to_the_processor_change_neither_text_nor_scores(
     # In bfloat16 a text may go on differently after a tie.
     if dtype == "float32":
         assert texts[0.0] == texts[0.4] == texts[1.0]
-    bound = 1e-4 if dtype == "float32" else 0.05
+    # Scores are kept in bfloat16.
+    bound = 2**-7 if dtype == "float32" else 0.05
     for share in (0.4, 1.0):
         torch.testing.assert_close(seen[share][0], seen[0.0][0], rtol=bound, atol=bound)
 
