@@ -61,7 +61,8 @@ def format_bytes(size: float) -> str:
 
 
 def parse_share(name: str, value: object) -> float:
-    """Return a share from 0 to 1. name: what the error calls it. Raises UsageError."""
+    """Return a share from 0 to 1; "off" is 0. name: what the error calls it. Raises UsageError."""
+    value = 0 if value == "off" else value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise UsageError(f"{name} must be auto, off or a share from 0 to 1, got {value!r}")
     return float(value)

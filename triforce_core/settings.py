@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,7 @@ class MethodSettings:
             ("draft_weights", DRAFT_WEIGHTS),
             ("draft_kv", DRAFT_KV),
         ):
-            if getattr(self, name) not in choices:
-                raise UsageError(
-                    f"{name} {getattr(self, name)!r} is not one of {', '.join(choices)}"
-                )
+            _require_one_of(name, getattr(self, name), choices)
         for name in ("draft_tokens", "inner_draft_tokens"):
             value = getattr(self, name)
             if value != AUTO and not _whole(value, 1, MOST_DRAFT_TOKENS):
@@ -276,8 +273,7 @@ class MethodSettings:
         if self.budget is not None:
             return (self.budget,)
         least = max(LEAST_BUDGET, 2 * self.chunk_size)
-        halved = tuple(DEFAULT_BUDGET >> i for i in range(8) if DEFAULT_BUDGET >> i >= least)
-        return halved or (least,)
+        return tuple(b for i in range(8) if (b := DEFAULT_BUDGET >> i) >= least) or (least,)
 
 
 @dataclass(frozen=True)
@@ -333,28 +329,27 @@ class EngineConfig:
                 raise UsageError(f"{name} must be a positive whole number, got {value!r}")
         if self.block_tokens is not None and self.block_tokens & (self.block_tokens - 1):
             raise UsageError(f"block_tokens must be a power of two, got {self.block_tokens}")
-        if self.dtype not in DTYPE_NAMES:
-            raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NAMES)}")
-        if self.weights not in WEIGHTS:
-            raise UsageError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
-        if self.kv not in KV_FORMATS:
-            raise UsageError(f"kv {self.kv!r} is not one of {', '.join(KV_FORMATS)}")
-        if self.same_bits not in SAME_BITS:
-            raise UsageError(f"same_bits {self.same_bits!r} is not one of {', '.join(SAME_BITS)}")
-        if self.host_compute != AUTO:
-            share = 0 if self.host_compute == OFF else self.host_compute
+        _require_one_of("dtype", self.dtype, DTYPE_NAMES)
+        _require_one_of("weights", self.weights, WEIGHTS)
+        _require_one_of("kv", self.kv, KV_FORMATS)
+        _require_one_of("same_bits", self.same_bits, SAME_BITS)
+        if (share := self.host_compute) != AUTO:
             object.__setattr__(self, "host_compute", parse_share("host_compute", share))
         if not _whole(self.sequences, 1, MOST_SEQUENCES):
             raise UsageError(f"sequences must be 1 to {MOST_SEQUENCES}, got {self.sequences!r}")
-        for name, asked in (
-            ("several sequences at once are", self.sequences > 1),
-            ("layers that the processor computes are", self.host_compute not in (AUTO, 0)),
-        ):
-            if asked and self.machine.gpus > 1:
-                raise UsageError(f"{name} not possible on several GPUs yet")
+        if self.sequences > 1 and self.machine.gpus > 1:
+            raise UsageError("several sequences at once are not possible on several GPUs yet")
+        if self.uses_processor and self.machine.gpus > 1:
+            raise UsageError("host_compute is not possible on several GPUs yet")
         self.method.check_weights(self.weights)
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))
+
+    @property
+    def uses_processor(self) -> bool:
+        """Whether the processor was asked to compute parts of passes."""
+        placed = self.placement is not None and self.placement.uses_processor
+        return placed or self.host_compute not in (AUTO, 0)
 
     def changed(self, **values: Any) -> EngineConfig:
         """Return a copy with other values for its own fields, or those of `machine` and `method`.
@@ -389,6 +384,11 @@ def _unknown(name: str) -> str:
     known = {n for c in (EngineConfig, MachineSettings, MethodSettings) for n in _names(c)}
     close = difflib.get_close_matches(name, sorted(known), n=2, cutoff=0)
     return f"an engine has no setting {name!r}; the nearest are {close[0]!r} and {close[1]!r}"
+
+
+def _require_one_of(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}")
 
 
 def _require_kind(name: str, value: object, kind: type) -> None:

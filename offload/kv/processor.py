@@ -98,26 +98,32 @@ class ProcessorAttention:
 
         into: where scores of chunks belong, from the chunk of the blocks' first key; or None
         """
-        pinned, here, after = query.is_cuda, query, None
+
+        def room(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            """Return host memory that copies need not wait for."""
+            return torch.empty(size, dtype=dtype, pin_memory=query.is_cuda)
+
+        here, after, into_host = query, None, None
         if query.is_cuda:
-            here = torch.empty(query.shape, dtype=query.dtype, pin_memory=True)
-            here.copy_(query, non_blocking=True)
+            here = room(*query.shape, dtype=query.dtype).copy_(query, non_blocking=True)
             after = torch.cuda.Event()
             after.record(torch.cuda.current_stream(query.device))
+            into_host = Partial(room(*query.shape, dtype=query.dtype), room(*query.shape[:2]))
         scores = None
         if into is not None:
             chunks = len(blocks.locations) * -(-self._shape.block_tokens // into.size)
-            size = (*query.shape[:2], chunks)
-            out = torch.empty(size, dtype=torch.float32, pin_memory=pinned)
-            scores = ScoreBuffer(out, 0, into.size, into.mass)
+            scores = ScoreBuffer(room(*query.shape[:2], chunks), 0, into.size, into.mass)
 
         def compute() -> Partial:
             if after is not None:
                 patience(query.device).wait(after)
             with self._trace.processor("attention", layer=blocks.layer), torch.inference_mode():
                 part = self._attended(here, blocks, scores)
-                # Pageable memory would be copied while the host waits.
-                return Partial(*(each.pin_memory() for each in part)) if pinned else part
+                if into_host is None:
+                    return part
+                for pinned, each in zip(into_host, part, strict=True):
+                    pinned.copy_(each)
+                return into_host
 
         self._running = self._thread.submit(compute)
         return PendingAttention(self._running, scores, into)

@@ -182,8 +182,8 @@ def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
 
     Raises UsageError.
     """
-    asked, device, where = config.same_bits, sizes.device, config.placement
-    if config.host_compute not in (AUTO, 0) or (where is not None and where.uses_processor):
+    asked, device = config.same_bits, sizes.device
+    if config.uses_processor:
         if asked == ON:
             raise UsageError(
                 "--same-bits on and --host-compute do not go together: what the processor computes "
