@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from triforce_offload.conveyor import Conveyor, Transfer
-from triforce_offload.kv.processor import ProcessorAttention
+from triforce_offload.kv.caches.processor import ProcessorAttention
 from triforce_offload.kv.store import KVStore
 from triforce_offload.schedule import Crossing, KVPlaces, Places, pass_schedule
 from triforce_offload.weights.locations import LayerLocation, Location

@@ -11,8 +11,8 @@ import torch
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.copies import PassCopies
 from triforce_offload.errors import LinkError
+from triforce_offload.kv.caches.processor import ProcessorAttention
 from triforce_offload.kv.leaving import StagingSlots
-from triforce_offload.kv.processor import ProcessorAttention
 from triforce_offload.kv.recent.stores import RecentStores
 from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.kv.states.store import StateStore

@@ -21,7 +21,7 @@ from triforce_core.plan.simulation.processor import Processor, fastest_counts
 from triforce_core.plan.simulation.search import choose
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import LinkError, UsageError
-from triforce_offload.kv.processor import PendingAttention, ProcessorAttention
+from triforce_offload.kv.caches.processor import PendingAttention, ProcessorAttention
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.machine.processor import measure_processor
 from triforce_offload.machine.profiles import named

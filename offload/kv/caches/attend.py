@@ -17,7 +17,7 @@ from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.kv.processor import Blocks, PendingAttention, ProcessorAttention
+from triforce_offload.kv.caches.processor import Blocks, PendingAttention, ProcessorAttention
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
