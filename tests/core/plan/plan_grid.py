@@ -29,6 +29,7 @@ NEWER = ("mistral-small3.2", "seed-oss-36b", "glm4-32b", "phi4-14b", "granite3.3
 RECURRENT = ("qwen3.8-27b", "qwen3.5-9b", "lfm2-1.2b")
 WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")
 _STREAMED = ("qwen3.8-27b:FP8", "qwen2.5-32b:FP8", "qwen2.5-32b:Q8_0", "qwen2.5-32b:Q6_K")
+_SHARED = {"llama3.1-70b:Q4_K_M": "8192", "gpt-oss-120b": "8192", "llama2-7b-128k": "131072"}
 # Of what `triforce plan --json` prints: names and figures of the plan, and of its parts.
 FIGURES = (
     *("method", "seconds_per_token", "seconds_per_round", "seconds_per_pass", "draft_seconds"),
@@ -58,6 +59,10 @@ def cases() -> list[list[str]]:
     # Quantised layers that stream, with int4 copies of them.
     every += [[name, "--gpu", "rtx4090", "--context", "32768"] for name in _STREAMED]
     every += [[name, *every[-1][1:], "--draft-weights", "int4"] for name in _STREAMED[-2:]]
+    # What a processor computes of layers, of experts, and of KV.
+    rates = ["--host-bandwidth", "60GB/s", "--host-flops", "1.5e12"]
+    for name, context in _SHARED.items():
+        every.append([name, "--gpu", "rtx4090", "--context", context, *rates])
     return every
 
 
