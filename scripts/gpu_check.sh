@@ -11,6 +11,8 @@
 #     RECURRENT=1 bash scripts/gpu_check.sh RESULT.json  a model with recurrent layers, and their kernels
 #     SAME_BITS=1 bash scripts/gpu_check.sh RESULT.json  what --same-bits on costs, and whether it holds;
 #         with MODEL=FILE also texts of a real model
+#     PROCESSOR=1 bash scripts/gpu_check.sh RESULT.json  weights and KV that stream, and what the
+#         processor computes of them (LITTLE=8GB of device memory for the weights)
 #     SIMULATED_GPU=1 bash scripts/gpu_check.sh RESULT.json  every line of it on tiny shapes, without a
 #         GPU, on the test double of tests/simulated_gpu: its figures say nothing
 set -uo pipefail
@@ -18,6 +20,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SECONDS=0
 RESULT=${1:-benchmarks/results/gpu_check.json}
 MEMORY=${MEMORY:-24GB}
+LITTLE=${LITTLE:-8GB}
 PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-570}
 # Or this folder, and kernels/ in it, would come before the packages of those names.
@@ -66,7 +69,7 @@ if [[ ${SIMULATED_GPU:-} ]]; then
     cp tests/simulated_gpu/tiny_shape.json "$PARTS/tiny.json"
     cp tests/simulated_gpu/tiny_recurrent_shape.json "$PARTS/recurrent.json"
     RECURRENT_SHAPE=$PARTS/recurrent.json
-    LLAMA2=$PARTS/tiny.json LLAMA3=$PARTS/tiny.json QWEN=$PARTS/tiny.json LONG=512 SHORT=256 MEMORY=2GB
+    LLAMA2=$PARTS/tiny.json LLAMA3=$PARTS/tiny.json QWEN=$PARTS/tiny.json LONG=512 SHORT=256 MEMORY=2GB LITTLE=2GB
     REPEATS=1 CALLS=1
     GPU_TESTS=(tests/gpu/test_device.py -k "pinned or staged")
     # References do not keep the same bits.
@@ -113,6 +116,17 @@ if [[ ${SAME_BITS:-} ]]; then
     part rows 150 env TRIFORCE_KERNELS= "${PYTEST[@]}" -m gpu "${ROW_TESTS[@]}"
     [[ ${MODEL:-} ]] && part texts 200 "$PYTHON" scripts/checks same_bits --device cuda:0 \
         --model "$MODEL" --prompts 5 --tokens 64 --result "$PARTS/texts.json"
+    exit $FAILED
+fi
+if [[ ${PROCESSOR:-} ]]; then
+    part env 60 "${TRIFORCE[@]}" env --probe
+    for share in off auto 0.5 1; do
+        streamed=("${BENCH[@]}" --dtype bfloat16 --shape "$LLAMA3" --repeats $REPEATS --tests pass
+            --weights dense --kv dense --host-compute $share)
+        part "llama3.1-8b, weights, processor $share" 70 "${streamed[@]}" --context $SHORT \
+            --device-memory "$LITTLE"
+        part "llama3.1-8b, KV, processor $share" 70 "${streamed[@]}" --context $LONG
+    done
     exit $FAILED
 fi
 part env 20 "${TRIFORCE[@]}" env

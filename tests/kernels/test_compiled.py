@@ -27,12 +27,7 @@ CACHE = Path(__file__).parents[2] / ".triton_cache"
 @pytest.mark.timeout(3600)  # Minutes of compiling, and more beside other work.
 @pytest.mark.parametrize(
     ("capability", "which"),
-    [
-        (89, "few"),
-        pytest.param(89, "all", marks=pytest.mark.slow),
-        pytest.param(80, "few", marks=pytest.mark.slow),
-        pytest.param(90, "half", marks=pytest.mark.slow),
-    ],
+    [(89, "all"), (80, "few"), (90, "half")],
 )
 def test_kernels_compile_and_fit(capability: int, which: str) -> None:
     """What lies in registers stays there but for a few bytes, and shared memory suffices."""
