@@ -20,6 +20,7 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import RankError, TriforceError
 from triforce_offload.files import Output, cache_directory
+from triforce_offload.plan.placement import Placement
 
 # Two blocks and a tail that becomes the third while text is generated.
 PROMPT = random_ids(3 * BLOCK - 4)
@@ -31,6 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
     "triforce, KV is reclaimed memory": {**_DRAFTS, "placement": PLACEMENTS["kv-lent"]},
     "triforce, copies in 4 bits": {**_DRAFTS, "placement": PLACEMENTS["int4"]},
     "all streams": {"method": "autoregressive", "placement": PLACEMENTS["both"]},
+    "the processor computes": {
+        **_DRAFTS,
+        "placement": Placement(
+            *((0,), True, 2, 1, 3, 2), int4_layers=(0,), processor_layers=(0,), processor_kv=0.6
+        ),
+    },
     "KV split": {**_SPLIT, "placement": PLACEMENTS["kv-in-part"]},
     "two ranks": {"method": "autoregressive", "placement": PLACEMENTS["kv"], "gpus": 2},
 }

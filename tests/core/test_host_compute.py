@@ -268,7 +268,7 @@ def test_kv_that_streams_is_shared_with_the_processor() -> None:
     assert shared.round.pass_seconds < 0.5 * alone.round.pass_seconds
     assert shared.seconds_per_token < 0.75 * alone.seconds_per_token
     # Longer drafts are more arithmetic: less is left to the processor.
-    rows = [replace(shared.round, tokens=n).fastest_kv_share for n in (1, 33, 129, 257)]
+    rows = [max(replace(shared.round, tokens=n).fastest_kv_shares) for n in (1, 33, 129, 257)]
     assert rows == sorted(rows, reverse=True)
     assert rows[0] > rows[-1]
 

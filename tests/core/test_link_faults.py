@@ -96,6 +96,7 @@ def faulty(tiny, monkeypatch):
         ("refuse", "both", "autoregressive", 1),
         ("fail", "both-one-slot", "speculative", 3),
         ("fail", "kv", "triforce", 2),
+        ("fail", "processor", "autoregressive", 2),
     ],
 )
 def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(

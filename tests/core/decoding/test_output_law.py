@@ -65,6 +65,12 @@ WAYS: dict[str, dict[str, object]] = {
     "noisy cache": {"draft": "{model}", "draft_kv": "int8"},
     "ranks": {"draft": "{model}", "gpus": 2},
     "together": {"draft": "{model}", "sequences": 8},
+    "processor": {
+        "draft": "{model}",
+        "placement": Placement(
+            *((0,), True, 2, 1, 2, 1), int4_layers=(0,), processor_layers=(0,), processor_kv=0.6
+        ),
+    },
 }
 Sample = tuple[Counter, Counter, Counter]
 

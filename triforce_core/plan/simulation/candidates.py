@@ -140,7 +140,7 @@ def _by_processor(case: Case, memory: MemoryPlan, draft_tokens: int) -> list[Mem
     return [
         plan.placed(processor_kv=share)
         for plan in plans
-        for share in sorted({0.0, replace(cost, memory=plan).fastest_kv_share})
+        for share in sorted(replace(cost, memory=plan).fastest_kv_shares)
     ]
 
 

@@ -129,15 +129,16 @@ class RoundCost:
         shape = self._shape
         self._check_rates()
         keys, nbytes = blocks * shape.block_tokens, blocks * shape.block_bytes
-        return self.processor.attention_seconds(keys, nbytes, self.link_bytes)
+        layers = sum(map(bool, self.places.texts[0].by_processor))
+        return self.processor.attention_seconds(layers, keys, nbytes, self.link_bytes)
 
     @property
-    def fastest_kv_share(self) -> float:
-        """The share of the KV away from the device to which the processor had best attend, if it
-        and the link never wait for one another.
+    def fastest_kv_shares(self) -> set[float]:
+        """Shares of the KV away from the device that the processor might be left: none, and those
+        between which link and processor end together, if they never wait for one another.
         """
         if not self.memory.kv.away:
-            return 0.0
+            return {0.0}
 
         def cost(step: int) -> RoundCost:
             return replace(self, memory=self.memory.placed(processor_kv=step / _SHARES))
@@ -147,13 +148,7 @@ class RoundCost:
 
         # The larger the share, the longer it computes, and the shorter the link is busy.
         enough = bisect_left(range(_SHARES), True, key=computes)
-        best = min((max(0, enough - 1), enough), key=lambda step: cost(step).bound_seconds)
-        return best / _SHARES
-
-    @property
-    def bound_seconds(self) -> float:
-        """Lower bound of a pass: the longer of compute and the copies."""
-        return max(self.compute_seconds, self.link_seconds)
+        return {0.0, max(0, enough - 1) / _SHARES, enough / _SHARES}
 
     @cached_property
     def processor_seconds(self) -> float:
