@@ -191,6 +191,16 @@ def add_explained_options(parser: argparse.ArgumentParser) -> None:
         help=argparse.SUPPRESS,
     )
 
+    parser.add_argument(
+        *("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
+        nargs="?",
+        action=Explained,
+        const="the planner leaves layers with their experts to the processor where that is faster; "
+        "--host-compute sets their share",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+
 
 def new_tokens(text: str) -> int:
     """Parse a number of new tokens; -1 gives UNTIL_FULL."""

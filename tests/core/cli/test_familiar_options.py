@@ -21,6 +21,21 @@ def test_a_context_has_the_same_names_in_every_command(flag: str) -> None:
         assert known.get("max_context", known.get("context")) == 300, name
 
 
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        (("-ngl", "99"), "--device-memory limits them"),
+        (("--cpu-moe",), "--host-compute sets their share"),
+        (("-ncmoe", "20"), "--host-compute sets their share"),
+    ],
+)
+def test_options_without_a_counterpart_name_what_takes_their_place(
+    capsys, options: tuple[str, ...], instead: str
+) -> None:
+    code, _, err = run(capsys, "generate", "x", "-p", "Hello", *options)
+    assert (code, options[0] in err, instead in err) == (2, True, True)
+
+
 def test_new_tokens_of_minus_one_fill_the_context(speaking, capsys, tmp_path) -> None:
     file = tmp_path / "stats.json"
     options = ("-p", "Hello", *GREEDY, "-n", "-1", "-c", "40", "--stats", file)

@@ -6,7 +6,7 @@ Settings that are "auto" are not suggested, because the planner has already chos
 from __future__ import annotations
 
 from triforce_core.plan.simulation.candidates import Candidate
-from triforce_core.settings import DENSE, EXACT, STORED
+from triforce_core.settings import AUTO, DENSE, EXACT, STORED
 from triforce_offload.units import format_bytes
 
 
@@ -56,6 +56,9 @@ def _fewer_bytes(chosen: Candidate) -> str:
         remedies.append("KV split (--kv split)")
     if "draft_tokens" in case.fixed:
         remedies.append("longer drafts")
+    if case.host_compute == AUTO and not case.hardware.emulated and case.hardware.gpus == 1:
+        known = chosen.round.processor.known
+        remedies += [] if known else ["a processor that computes too (--host-flops)"]
     remedies.append("more device memory")
     return " or ".join(remedies)
 
