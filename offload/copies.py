@@ -63,9 +63,11 @@ class PassCopies:
 
     def cancel(self) -> None:
         """Drop the copies of a pass that was started and not run, or not to its end."""
-        self.conveyor.cancel()
-        if self.processor is not None:
-            self.processor.drain()
+        try:
+            self.conveyor.cancel()
+        finally:
+            if self.processor is not None:
+                self.processor.drain()
         self._shares.clear()
 
     def begin_prefill(self, sequence: KVStore) -> None:

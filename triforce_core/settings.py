@@ -349,7 +349,7 @@ class EngineConfig:
     def uses_processor(self) -> bool:
         """Whether the processor was asked to compute parts of passes."""
         placed = self.placement is not None and self.placement.uses_processor
-        return placed or self.host_compute not in (AUTO, 0)
+        return placed if self.host_compute == AUTO else self.host_compute > 0
 
     def changed(self, **values: Any) -> EngineConfig:
         """Return a copy with other values for its own fields, or those of `machine` and `method`.

@@ -67,3 +67,5 @@ NARROW = {
     "float16": BlockType("F16", 1, 1, 2),
 }
 ALL_TYPES = BLOCK_TYPES | {kind.name: kind for kind in (F8_E4M3, *NARROW.values())}
+# Types that no kernel of a processor decodes: their tables have thousands of entries.
+WITH_LARGE_TABLES = frozenset(name for name in ALL_TYPES if name.startswith(("IQ1", "IQ2", "IQ3")))

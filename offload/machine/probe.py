@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,9 @@ class Rates:
     product_seconds_per_byte, attend_bytes_per_second, attend_flops_per_second,
         decode_seconds_per_number: as in Hardware, for a CPU
     disk_bytes_per_second: as in Hardware
-    host_bytes_per_second: as in Hardware
-    host_flops_per_second: as in Hardware, for one GPU
-    other_links, all_reduce_seconds, all_reduce_bytes_per_second: as in Hardware, for several GPUs
+    processor_bytes_per_second, host_flops_per_second: as in Hardware
+    other_links, host_bytes_per_second, all_reduce_seconds, all_reduce_bytes_per_second: as in
+        Hardware, for several GPUs
     measured: date, as 2026-11-21
     load: average number of processes that used or waited for a processor, over one minute
     """
@@ -72,6 +72,7 @@ class Rates:
     load: float = 0.0
     other_links: tuple[float, ...] = ()
     host_bytes_per_second: float | None = None
+    processor_bytes_per_second: float | None = None
     host_flops_per_second: float | None = None
     all_reduce_seconds: float | None = None
     all_reduce_bytes_per_second: float | None = None
@@ -216,11 +217,10 @@ def measure_gpu() -> Rates:
         # A card whose memory others have filled cannot be measured.
         with suppress(RuntimeError):
             rates = replace(rates, **measure_together())
-    elif (processor := measure_processor()) is not None:
+    if (processor := measure_processor()) is not None:
         rates = replace(
             rates,
-            # The link reads host memory too.
-            host_bytes_per_second=max(processor.bytes_per_second, size / link),
+            processor_bytes_per_second=processor.bytes_per_second,
             host_flops_per_second=processor.flops_per_second,
         )
     return _now(rates)
@@ -302,7 +302,11 @@ def _now(rates: Rates) -> Rates:
 
 
 def _checked(raw: Any) -> Rates:
-    """Return the rates of a cache entry. Raises ValueError or TypeError if they are invalid."""
+    """Return the rates of a cache entry. Raises ValueError or TypeError if they are invalid, or if
+    another version measured them.
+    """
+    if not isinstance(raw, dict) or raw.keys() != {field.name for field in fields(Rates)}:
+        raise ValueError("other rates are measured now")
     rates = Rates(**raw)
     pairs = tuple((rows, each) for rows, each in rates.product_seconds_per_byte)
     optional = (
@@ -312,6 +316,7 @@ def _checked(raw: Any) -> Rates:
         rates.decode_seconds_per_number,
         rates.disk_bytes_per_second,
         rates.host_bytes_per_second,
+        rates.processor_bytes_per_second,
         rates.host_flops_per_second,
         rates.all_reduce_seconds,
         rates.all_reduce_bytes_per_second,
@@ -362,6 +367,7 @@ def _gpu(rate: float | None) -> Hardware:
         link_full=full,
         other_links=() if rate else rates.other_links,
         host_bytes_per_second=rates.host_bytes_per_second,
+        processor_bytes_per_second=rates.processor_bytes_per_second,
         host_flops_per_second=rates.host_flops_per_second,
         all_reduce_seconds=rates.all_reduce_seconds or ALL_REDUCE_SECONDS,
         all_reduce_bytes_per_second=rates.all_reduce_bytes_per_second,

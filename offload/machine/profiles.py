@@ -31,8 +31,9 @@ GRAPH_LAUNCH_SECONDS = 0.5e-6
 # host memory.
 ALL_REDUCE_SECONDS = 40e-6
 # A processor's kernels take as long to decode a number of a matrix as to multiply it with this many
-# rows (measured with bfloat16 and with int4 groups, 1 to 64 rows; docs/kernels.md).
-PRODUCT_ROWS = 5
+# rows: of 1 to 64 rows in bfloat16, on 2 cores of an AMD EPYC, 6 for bfloat16 and 6 to 9 for Q4_K,
+# Q8_0 and MXFP4.
+PRODUCT_ROWS = 8
 # Name of the device of a machine without a GPU.
 EMULATED = "emulated device (CPU)"
 _LINK = re.compile(r"pcie([345])x(1|2|4|8|16)")
@@ -66,7 +67,9 @@ class Hardware:
         first
     host_memory_bytes, host_bytes_per_second: size and rate of host memory, which links and the
         processor share; None if unknown
-    host_flops_per_second: rate of the processor's products with many rows; None if unknown
+    processor_bytes_per_second, host_flops_per_second: rate at which the processor's products read
+        weights in host memory, and their rate with many rows; None if unknown. The first is that
+        of host memory if only that is known
     disk_bytes_per_second: rate at which passes read from files; None if they may not
     """
 
@@ -92,6 +95,7 @@ class Hardware:
     other_links: tuple[float, ...] = ()
     host_memory_bytes: int | None = None
     host_bytes_per_second: float | None = None
+    processor_bytes_per_second: float | None = None
     host_flops_per_second: float | None = None
     disk_bytes_per_second: float | None = None
 

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.plan.placement import LAYER_LISTS, Placement
+from triforce_offload.plan.placement import LAYER_LISTS, Placement, left_to_processor
 from triforce_offload.plan.requirements import Requirements
 
 # Number of whole host layers that are read from files ahead of their crossing.
@@ -122,8 +122,10 @@ class KVPlan:
 
     @property
     def by_processor(self) -> int:
-        """Number of these to which the processor attends."""
-        return round(self.processor_share * self.away)
+        """Number of these to which the processor attends, if they are spread evenly over layers."""
+        each, more = divmod(self.away, self.shape.layers) if self.away else (0, 0)
+        count = left_to_processor(self.processor_share, each) * (self.shape.layers - more)
+        return count + left_to_processor(self.processor_share, each + 1) * more
 
     @property
     def streamed(self) -> int:
@@ -215,7 +217,7 @@ class MemoryPlan:
     @property
     def streams(self) -> bool:
         """Whether passes over a full context wait for the link, or for the processor."""
-        return self.link_bytes > 0 or self.placement.uses_processor
+        return self.link_bytes > 0 or self.processor_bytes > 0 or self.kv.by_processor > 0
 
     @cached_property
     def slot_bytes(self) -> int:

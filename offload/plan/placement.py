@@ -88,6 +88,11 @@ class Placement:
         )
 
 
+def left_to_processor(share: float, blocks: int) -> int:
+    """Return how many of a layer's blocks that are not on the device the processor attends to."""
+    return int(share * blocks + 0.5)
+
+
 # Each streamed layer is in one of these at most.
 _OF_STREAMED = ("file_layers", "split_layers", "processor_layers")
 LAYER_LISTS = ("streamed_layers", "int4_layers", *_OF_STREAMED)

@@ -10,30 +10,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import run
 from helpers import BLOCK, PLACEMENTS, random_ids
 from tiny_families import LAYERS
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.model.known.shapes import read_model
-from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.processor import Processor, fastest_counts
-from triforce_core.plan.simulation.search import choose
+from triforce_core.loading.devices import check_processor
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import LinkError, UsageError
 from triforce_offload.kv.caches.processor import PendingAttention, ProcessorAttention
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.machine.processor import measure_processor
-from triforce_offload.machine.profiles import named
 from triforce_offload.plan.memory_plan import LayerPlan, Where
 from triforce_offload.plan.placement import Placement
-from triforce_offload.plan.placing import for_processor, place_on_processor
+from triforce_offload.plan.placing import for_processor
 
 GREEDY = SamplingParams(12, temperature=0)
 ALL = PLACEMENTS["weights"]
 OPTIONS = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "draft": "none"}
-# A desktop: two channels of DDR5, 16 cores.
-DESKTOP = {"host_bytes_per_second": 60e9, "host_flops_per_second": 1.5e12}
 
 
 @pytest.mark.first
@@ -223,6 +216,39 @@ def test_a_share_is_a_number_from_0_to_1(value: object) -> None:
         EngineConfig(host_compute=value)
 
 
+def test_off_takes_what_a_plan_leaves_to_the_processor_back() -> None:
+    placed = EngineConfig(placement=PLACEMENTS["processor"])
+    assert placed.uses_processor
+    assert not placed.changed(host_compute="off").uses_processor
+    with pytest.raises(UsageError, match="not possible on several GPUs yet"):
+        placed.changed(gpus=2)
+
+
+def test_a_share_of_nothing_changes_nothing(tiny) -> None:
+    path, _ = tiny("llama")
+    with Engine.from_pretrained(path, **OPTIONS, host_compute=0.5) as engine:
+        plan = engine.memory_plan
+        assert plan.kv.away == 0
+        assert not plan.streams
+        assert not plan.placement.uses_processor
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.7])
+def test_stats_count_the_blocks_that_do_not_cross(tiny, share: float) -> None:
+    path, _ = tiny("llama")
+    placement = Placement((), True, 4, 0, 3, 2, processor_kv=share)
+    options = OPTIONS | {"method": "autoregressive", "placement": placement}
+    with Engine.from_pretrained(path, **options) as engine:
+        # One pass, over blocks that are complete.
+        stats = engine.generate(random_ids(7 * BLOCK + 1), SamplingParams(2)).stats
+        block = engine.memory_plan.kv.shape.block_bytes
+    where = stats["placement"]
+    away = where["kv_blocks"] - where["resident_kv_blocks"]
+    crossed = stats["link"]["bytes_to_device"] // block
+    assert crossed == (away - where["processor_kv_blocks"]) * stats["passes"]
+    assert 0 < where["processor_kv_blocks"] < away
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match="not possible on several GPUs yet"):
         EngineConfig().changed(gpus=2, host_compute=0.5)
@@ -241,104 +267,21 @@ def test_a_layer_of_the_processor_crosses_in_prefills_only() -> None:
     assert replace(layer, copy_bytes=30).can_draft
 
 
-def case(model: str, **rates: float) -> Case:
-    shape = read_model(model)
-    card = replace(named("rtx4090"), **rates)
-    return Case(shape.config, card, 8192, pieces=shape.pieces)
-
-
-@pytest.mark.parametrize("model", ["llama3.1-70b:Q4_K_M", "qwen3-30b-a3b:Q8_0", "gpt-oss-120b"])
-def test_a_desktops_processor_makes_passes_faster(model: str) -> None:
-    alone, shared = choose(case(model)), choose(case(model, **DESKTOP))
-    assert not alone.memory.placement.processor_layers
-    assert shared.memory.placement.processor_layers
-    assert shared.seconds_per_token < 0.85 * alone.seconds_per_token
-    assert shared.memory.device_bytes <= shared.case.room.device_bytes
-    # Prefills copy all of them.
-    assert shared.memory.weights_prefill_bytes > shared.memory.weights_link_bytes
-
-
-def test_kv_that_streams_is_shared_with_the_processor() -> None:
-    shape = read_model("llama2-7b-128k")
-    alone, shared = (
-        choose(Case(shape.config, replace(named("rtx4090"), **rates), 131072))
-        for rates in ({}, DESKTOP)
-    )
-    assert alone.memory.placement.processor_kv == 0 < shared.memory.placement.processor_kv < 1
-    assert shared.round.pass_seconds < 0.5 * alone.round.pass_seconds
-    assert shared.seconds_per_token < 0.75 * alone.seconds_per_token
-    # Longer drafts are more arithmetic: less is left to the processor.
-    rows = [max(replace(shared.round, tokens=n).fastest_kv_shares) for n in (1, 33, 129, 257)]
-    assert rows == sorted(rows, reverse=True)
-    assert rows[0] > rows[-1]
-
-
-def test_a_slow_host_computes_nothing() -> None:
-    for slow in (
-        DESKTOP | {"host_bytes_per_second": 25.3e9},
-        DESKTOP | {"host_flops_per_second": 2e10},
-    ):
-        chosen = choose(case("llama3.1-70b:Q4_K_M", **slow))
-        assert not chosen.memory.placement.processor_layers
-
-
-def test_link_and_processor_share_the_rate_of_host_memory() -> None:
-    chosen = choose(case("llama3.1-70b:Q4_K_M", **DESKTOP))
-    memory, rate = chosen.memory, DESKTOP["host_bytes_per_second"]
-    read = memory.link_bytes + memory.processor_bytes
-    assert chosen.round.seconds >= 0.99 * read / rate
-    # Alone, it takes what it reads; beside a link that never rests, what the link leaves.
-    processor = Processor(chosen.case.costs, 1)
-    layer = processor.seconds(1, 0.0)
-    assert processor.seconds(10, 0.0) == pytest.approx(10 * layer)
-    link = chosen.case.hardware.stream_bytes_per_second
-    assert processor.seconds(10, 1e12) == pytest.approx(10 * layer * rate / (rate - link), rel=0.02)
-    # Of many rows, arithmetic.
-    rows = replace(processor, tokens=400), replace(processor, tokens=800)
-    assert rows[1].seconds(10, 0.0) == pytest.approx(2 * rows[0].seconds(10, 0.0), rel=0.05)
-
-
-def test_the_fastest_count_is_that_of_a_search_by_simulation() -> None:
-    chosen = choose(case("llama3.1-70b:Q4_K_M", **DESKTOP))
-    none = place_on_processor(chosen.memory, 0)
-    cost = replace(chosen.round, memory=none)
-    processor = Processor(chosen.case.costs, cost.tokens)
-    counts = fastest_counts(processor, none, cost.compute_seconds)
-    seconds = [
-        replace(cost, memory=place_on_processor(none, count)).seconds
-        for count in range(len(for_processor(none)) + 1)
-    ]
-    assert min(seconds[count] for count in counts) <= 1.05 * min(seconds)
-
-
-def test_experts_are_read_as_rows_choose_them() -> None:
-    sparse = case("gpt-oss-120b", **DESKTOP)
-    few, many = (Processor(sparse.costs, rows).seconds(1, 0.0) for rows in (1, 64))
-    whole = choose(sparse).memory.layers[0].nbytes / DESKTOP["host_bytes_per_second"]
-    assert few < 0.15 * whole
-    assert many > 5 * few
-
-
-def test_the_command_plans_with_a_processor(capsys) -> None:
-    words = ["plan", "gpt-oss-120b", "--gpu", "rtx4090", "-c", "8192", "--json"]
-    rates = ["--host-bandwidth", "60GB/s", "--host-flops", "1.5e12"]
-    counts = []
-    for more in ([], rates, [*rates, "--host-compute=off"], [*rates, "--host-compute=0.5"]):
-        _, out, _ = run(capsys, *words, *more)
-        counts.append(json.loads(out)["placement"]["processor_layers"])
-    assert counts[0] == counts[2] == 0 < counts[3] < counts[1]
-    code, _, err = run(capsys, *words, "--host-compute=0.5")
-    assert (code, "give --host-bandwidth and --host-flops" in err) == (2, True)
-    code, _, err = run(capsys, *words, "--host-flops=-1")
-    assert (code, "--host-flops must be positive and finite" in err) == (2, True)
-
-
 def test_the_processor_is_measured_where_it_has_kernels(monkeypatch) -> None:
     from triforce_kernels import dispatch
 
     measure_processor.cache_clear()
     monkeypatch.setattr(dispatch, "_forced", dispatch.REFERENCE)
     assert measure_processor() is None
+    measure_processor.cache_clear()
+    # Triton does not run on a processor without its interpreter.
+    monkeypatch.setattr(dispatch, "_forced", dispatch.TRITON)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch._backend.cache_clear()
+    assert measure_processor() is None
+    with pytest.raises(UsageError, match="the processor cannot compute parts of passes"):
+        check_processor()
+    dispatch._backend.cache_clear()
     measure_processor.cache_clear()
     monkeypatch.undo()
     if dispatch.backend(torch.device("cpu")) == dispatch.HOST:

@@ -24,8 +24,8 @@ def print_machine(*, probe: bool) -> None:
         ]
         if rates.link_bytes_per_second:
             rows.append(("link", f"{rates.link_bytes_per_second / 1e9:.1f} GB/s to the device"))
-        if rates.host_bytes_per_second and rates.host_flops_per_second:
-            memory, products = rates.host_bytes_per_second, rates.host_flops_per_second
+        if rates.processor_bytes_per_second and rates.host_flops_per_second:
+            memory, products = rates.processor_bytes_per_second, rates.host_flops_per_second
             words = f"{memory / 1e9:.1f} GB/s of host memory, {products / 1e12:.3g} TFLOP/s"
             rows.append(("processor", words))
         rows.append(("rates", rates.source))

@@ -120,6 +120,14 @@ def rates(
     return known(device_name(device), dtype.itemsize, link_bytes_per_second)
 
 
+def check_processor() -> None:
+    """Raise UsageError if kernels were asked for that a processor cannot run."""
+    try:
+        backend(torch.device("cpu"))
+    except KernelsError as error:
+        raise UsageError(f"the processor cannot compute parts of passes: {error}") from error
+
+
 def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:
     """Set the number of threads that compute on the CPU, for the whole process."""
     if machine.threads is not None:

@@ -12,6 +12,7 @@ import torch
 
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.decoding.contexts.models import Models, SmallModel
+from triforce_core.loading.devices import check_processor
 from triforce_core.loading.layer_source import LayerSource, Readable
 from triforce_core.model.rope import Rope
 from triforce_core.model.sharing.divided import divided
@@ -63,9 +64,11 @@ class Execution:
     def models(self, link: Link, tracer: Tracer) -> Models:
         """Load the models.
 
-        Raises DoesNotFitError, CheckpointError, CannotSplitError or RankError.
+        Raises DoesNotFitError, CheckpointError, CannotSplitError, RankError or UsageError.
         """
         resolved, memory, stack = self.resolved, self.memory, self.resources
+        if resolved.memory.placement.uses_processor:
+            check_processor()
         sizes, plan, config = resolved.sizes, resolved.memory, self.checkpoint.config
         layouts, graphs = sizes.weights, self._records_graphs()
         with memory.typed_errors(), memory.current():

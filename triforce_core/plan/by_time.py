@@ -60,8 +60,7 @@ def fastest(
     rates = measure_processor()
     hardware = replace(
         case.hardware,
-        # The link reads host memory too.
-        host_bytes_per_second=max(rates.bytes_per_second, hardware.link_bytes_per_second),
+        processor_bytes_per_second=rates.bytes_per_second,
         host_flops_per_second=rates.flops_per_second,
     )
     return choose(replace(case, hardware=hardware))

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from triforce_core.model.tensors import Layouts
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import DENSE, INT4, SPLIT, STORED
+from triforce_kernels.weights.block_types import WITH_LARGE_TABLES
 from triforce_offload.errors import DoesNotFitError, UsageError, in_units
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
@@ -91,6 +93,18 @@ class HostShares(NamedTuple):
     kv: float
 
     @classmethod
+    def asked(cls, share: float, layouts: Layouts) -> HostShares:
+        """Return the shares for a setting. layouts: of the weights
+
+        Raises UsageError if the processor has no kernels for them.
+        """
+        if share and (names := without_kernels(layouts)):
+            raise UsageError(
+                f"host_compute {share:g}: the processor has no kernel for {', '.join(names)}"
+            )
+        return cls(share, share)
+
+    @classmethod
     def of(cls, memory: MemoryPlan) -> HostShares:
         """Return the shares of a plan."""
         placement, may = memory.placement, len(for_processor(memory))
@@ -100,7 +114,13 @@ class HostShares(NamedTuple):
     def applied(self, memory: MemoryPlan) -> MemoryPlan:
         """Return the plan with these shares."""
         count = round(self.layers * len(for_processor(memory)))
-        return place_on_processor(memory, count).placed(processor_kv=self.kv)
+        kv = self.kv if memory.kv.away else 0.0
+        return place_on_processor(memory, count).placed(processor_kv=kv)
+
+
+def without_kernels(layouts: Layouts) -> list[str]:
+    """Return the formats of weights for which a processor has no kernels."""
+    return sorted(kind.name for kind in layouts.block_types if kind.name in WITH_LARGE_TABLES)
 
 
 def _under(sizes: ModelSizes, placement: Placement, most_budget: int | None) -> Resolved:

@@ -186,8 +186,8 @@ def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
     if config.uses_processor:
         if asked == ON:
             raise UsageError(
-                "--same-bits on and --host-compute do not go together: what the processor computes "
-                "is added in another order"
+                "--same-bits on is not possible where the processor computes (--host-compute, or a "
+                "plan): it adds in another order"
             )
         return sizes
     if asked == OFF or (asked == AUTO and not device.host_kernels):

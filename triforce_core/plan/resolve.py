@@ -115,7 +115,7 @@ def placed(
     fitted = fit(sizes, room.device_bytes, config.placement, most_budget)
     memory = room.with_files(fitted.memory)
     if shares is None and config.host_compute != AUTO:
-        shares = HostShares(config.host_compute, config.host_compute)
+        shares = HostShares.asked(config.host_compute, sizes.weights)
     if shares is not None:
         memory = shares.applied(memory)
     return replace(fitted, memory=memory)

@@ -18,6 +18,7 @@ from triforce_offload.kv.sequence import PassCounters
 from triforce_offload.kv.store import KVStore
 from triforce_offload.link.link import Link, LinkCounters
 from triforce_offload.plan.memory_plan import LayerPlan, MemoryPlan
+from triforce_offload.plan.placement import left_to_processor
 from triforce_offload.runtime import Runtime
 
 # Least number of examined draft tokens for which a share is meaningful. Of fewer, give the count.
@@ -131,7 +132,8 @@ def _placement_stats(plan: MemoryPlan, kv: KVStore) -> dict[str, Any]:
     """Return where the weights are, and the KV at this length."""
     layers = range(kv.shape.layers)
     blocks = [(kv.on_device(layer), len(kv.locations(layer))) for layer in layers]
-    elsewhere = plan.kv.processor_share * sum(whole - resident for resident, whole in blocks)
+    share = plan.kv.processor_share
+    away = [len(kv.locations(layer)) - kv.first_away(layer) for layer in layers]
     return {
         **plan.layer_counts,
         "embedding_resident": plan.placement.embedding_resident,
@@ -139,7 +141,7 @@ def _placement_stats(plan: MemoryPlan, kv: KVStore) -> dict[str, Any]:
         "resident_kv_layers": sum(resident == whole for resident, whole in blocks),
         "resident_kv_blocks": sum(resident for resident, _ in blocks),
         "kv_blocks": sum(whole for _, whole in blocks),
-        "processor_kv_blocks": round(elsewhere),
+        "processor_kv_blocks": sum(left_to_processor(share, max(0, each)) for each in away),
     }
 
 

@@ -287,6 +287,13 @@ INLINE vf to_bf16(vf x) {
 
 /* Rounds numbers to float16, to the nearest, ties to even. */
 INLINE vf to_f16(vf x) {
+#if defined(AVX512)
+    vf some = (vf)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+    return choose((vi)(x == x), some, x);
+#elif defined(AVX2)
+    vf some = (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+    return choose((vi)(x == x), some, x);
+#else
     vi bits = (vi)x, sign = bits & (vi)all(-0.0f), magnitude = bits ^ sign;
     vf normal = (vf)((magnitude + 0xfff + (magnitude >> 13 & 1)) & ~0x1fff);
     /* The last bit of .75 is the least number of the format. */
@@ -294,14 +301,19 @@ INLINE vf to_f16(vf x) {
     vf some = choose((vi)((vf)magnitude < all(0x1p-14f)), small, normal);
     some = choose((vi)(some >= all(65536)), all(__builtin_inff()), some);
     return choose((vi)(x == x), (vf)((vi)some | sign), x);
+#endif
 }
 
 static void round_numbers(int64_t format, int64_t count, float *numbers) {
-    for (int64_t i = 0; i < count; i += W) {
+    int64_t whole = count / W * W;
+    if (format == F16)
+        for (int64_t i = 0; i < whole; i += W) store(numbers + i, to_f16(load(numbers + i)));
+    else
+        for (int64_t i = 0; i < whole; i += W) store(numbers + i, to_bf16(load(numbers + i)));
+    if (whole < count) {
         float some[W] = {0};
-        int64_t here = count - i < W ? count - i : W;
-        memcpy(some, numbers + i, here * sizeof(float));
+        memcpy(some, numbers + whole, (count - whole) * sizeof(float));
         store(some, format == F16 ? to_f16(load(some)) : to_bf16(load(some)));
-        memcpy(numbers + i, some, here * sizeof(float));
+        memcpy(numbers + whole, some, (count - whole) * sizeof(float));
     }
 }

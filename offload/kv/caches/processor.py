@@ -7,7 +7,7 @@ meanwhile, and so does the device with the blocks that it has.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from triforce_offload.kv.store import KVStore
 from triforce_offload.link.link import Link
 from triforce_offload.link.trace import Tracer
 from triforce_offload.link.waiting import patience
+from triforce_offload.plan.placement import left_to_processor
 from triforce_offload.weights.locations import Location
 
 # Bytes of split blocks that are decoded at a time: they should stay in the processor's caches.
@@ -81,14 +82,13 @@ class ProcessorAttention:
             self._split = SplitBlocks(shape, room)
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(1, "processor", torch.set_num_threads, (threads,))
-        self._running: Future[Partial] | None = None
 
     def blocks(self, store: KVStore, layer: int) -> range:
         """Return which of a layer's blocks it attends to in a pass: the oldest of those that have
         no place on the device.
         """
         first = store.first_away(layer)
-        count = round(self._share * max(0, len(store.locations(layer)) - first))
+        count = left_to_processor(self._share, max(0, len(store.locations(layer)) - first))
         return range(first, first + count)
 
     def begin(
@@ -125,14 +125,12 @@ class ProcessorAttention:
                     pinned.copy_(each)
                 return into_host
 
-        self._running = self._thread.submit(compute)
-        return PendingAttention(self._running, scores, into)
+        return PendingAttention(self._thread.submit(compute), scores, into)
 
     def drain(self) -> None:
         """Wait until nothing is computed any more: blocks may then change, or be freed."""
-        if self._running is not None:
-            wait([self._running])
-            self._running = None
+        # The thread takes one after the other.
+        self._thread.submit(int).result()
 
     def close(self) -> None:
         self._thread.shutdown()

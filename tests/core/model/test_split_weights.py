@@ -205,7 +205,7 @@ def test_a_placement_halves_planes_alone(tiny) -> None:
         engine(path, "dense", placement=HALVED["all"], method="autoregressive")
     with pytest.raises(UsageError, match=r"split_layers \[1\] are not all streamed_layers"):
         Placement((0,), True, 0, 1, 1, 1, split_layers=(1,))
-    with pytest.raises(UsageError, match=r"layers \[0\] cannot be in files and be split"):
+    with pytest.raises(UsageError, match=r"layers \[0\] cannot be both file_layers and split"):
         Placement((0,), True, 0, 1, 1, 1, split_layers=(0,), file_layers=(0,))
 
 

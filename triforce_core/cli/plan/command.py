@@ -127,7 +127,7 @@ def _case(args: argparse.Namespace) -> Case:
         split_kv=kv == SPLIT,
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),
         method=method,
-        host_compute=EngineConfig(host_compute=args.host_compute).host_compute,
+        host_compute=_host_compute(args, gpus),
     )
     if case.hardware.emulated:
         case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
@@ -138,6 +138,13 @@ def _case(args: argparse.Namespace) -> Case:
         tokens = planned.block_tokens if planned else _block_tokens(case)
         fixed["resident_kv_blocks"] = _resident_blocks(args.resident_kv, context // tokens)
     return case
+
+
+def _host_compute(args: argparse.Namespace, gpus: int) -> float | str:
+    """Return what the processor may compute, as an engine takes it. Raises UsageError."""
+    if args.host_flops is not None and args.host_bandwidth is None and args.gpu is not None:
+        raise UsageError("--host-flops needs --host-bandwidth, the rate at which weights are read")
+    return EngineConfig().changed(gpus=gpus, host_compute=args.host_compute).host_compute
 
 
 def _draft_config(draft: str | Path, config: ModelConfig, gpus: int) -> ModelConfig | None:
@@ -275,6 +282,8 @@ def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
             fixed[name] = length
     if "resident_kv_blocks" in case.fixed:
         del fixed["reclaimed_kv_blocks"]
+    if args.host_compute != AUTO:
+        del fixed["processor_layers"], fixed["processor_kv"]
     return choose(replace(case, fixed=fixed | case.fixed))
 
 

@@ -105,11 +105,12 @@ def _speed(stats: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _weights(placement: dict[str, Any]) -> str:
     resident, layers = placement["resident_weight_layers"], placement["layers"]
-    text = f"{resident} of {layers} layers resident, {layers - resident} streamed"
+    by_processor = placement["processor_layers"]
+    text = f"{resident} of {layers} layers resident, {layers - resident - by_processor} streamed"
+    if by_processor:
+        text += f", {by_processor} computed by the processor"
     if split := placement["split_layers"]:
         text += f"; of {split} layers only the low bits stream"
-    if by_processor := placement["processor_layers"]:
-        text += f", of which the processor computes {by_processor} in passes"
     if in_files := placement["file_layers"]:
         text += f"; {in_files} layers are read from disk in each pass"
     return text

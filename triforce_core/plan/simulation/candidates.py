@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from triforce_core.model.tensors import kv_shape
-from triforce_core.plan.fitting import HostShares, Resolved, fit
+from triforce_core.plan.fitting import HostShares, Resolved, fit, without_kernels
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
@@ -128,14 +128,16 @@ def _by_processor(case: Case, memory: MemoryPlan, draft_tokens: int) -> list[Mem
     if "processor_layers" in case.fixed:
         return [memory]
     if case.host_compute != AUTO:
-        return [HostShares(case.host_compute, case.host_compute).applied(memory)]
+        return [HostShares.asked(case.host_compute, case.layouts).applied(memory)]
     if case.hardware.emulated or case.hardware.gpus > 1:
         return [memory]
     rows = 1 + (draft_tokens or memory.requirements.max_draft_tokens)
     cost = RoundCost(case.costs, memory, case.length, rows)
     if not cost.processor.known:
         return [memory]
-    numbers = fastest_counts(cost.processor, memory, cost.compute_seconds)
+    numbers = {0}
+    if not without_kernels(case.layouts):
+        numbers = fastest_counts(cost.processor, memory, cost.compute_seconds)
     plans = [place_on_processor(memory, count) for count in numbers]
     return [
         plan.placed(processor_kv=share)

@@ -19,6 +19,9 @@ _HANDING_SECONDS = 200e-6
 # Attention reaches this share of the rate of products (2 cores of an AMD EPYC, bfloat16, 16 to 100
 # rows: 119 to 130 of 170 GFLOP/s).
 _ATTENTION_SHARE = 0.75
+# A key or value takes as long to read as to multiply with this many rows, dense and split: one core
+# of that processor, 1 to 32 rows.
+_KEY_ROWS = (12, 18)
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,13 @@ class Processor:
     def known(self) -> bool:
         """Whether its rates are known."""
         hardware = self.costs.hardware
-        rates = hardware.host_bytes_per_second, hardware.host_flops_per_second
-        return hardware.emulated or None not in rates
+        return hardware.emulated or None not in (self._rate, hardware.host_flops_per_second)
+
+    @property
+    def _rate(self) -> float | None:
+        """Rate at which its products read host memory, if nothing else does."""
+        hardware = self.costs.hardware
+        return hardware.processor_bytes_per_second or hardware.host_bytes_per_second
 
     @cached_property
     def on_device(self) -> float:
@@ -62,10 +70,10 @@ class Processor:
         keys, nbytes: of these blocks. link_bytes: bytes that cross the link meanwhile
         """
         costs, mixer = self.costs, self.costs.config.attention
-        if costs.hardware.emulated:
-            return costs.attend(self.tokens, round(keys))
         read, products = 2.0 * mixer.keys, 2.0 * self.tokens * mixer.queries
-        operations = 2.0 * keys * (products / _ATTENTION_SHARE + PRODUCT_ROWS * read)
+        # What is split takes fewer bytes.
+        split = nbytes < keys * read * costs.dtype.itemsize
+        operations = 2.0 * keys * (products / _ATTENTION_SHARE + _KEY_ROWS[split] * read)
         computing = operations / costs.hardware.host_flops_per_second
         return max(self._reading(nbytes, link_bytes), computing) + layers * _HANDING_SECONDS
 
@@ -74,9 +82,12 @@ class Processor:
         most as fast as it can: both share the rate of host memory.
         """
         hardware = self.costs.hardware
-        rate, link = hardware.host_bytes_per_second, hardware.stream_bytes_per_second
-        reading = (nbytes + link_bytes) / rate
-        return min(reading, nbytes / (rate - link)) if rate > link else reading
+        link = hardware.stream_bytes_per_second
+        whole = hardware.host_bytes_per_second or max(self._rate, link)
+        reading = (nbytes + link_bytes) / whole
+        if whole > link:
+            reading = min(reading, nbytes / (whole - link))
+        return max(reading, nbytes / self._rate)
 
     @cached_property
     def _of_layer(self) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from triforce_core.plan.simulation.processor import Processor
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.plan.memory_plan import MemoryPlan, Where
+from triforce_offload.plan.placement import left_to_processor
 from triforce_offload.plan.placing import share_blocks
 from triforce_offload.plan.simulate import ReadFromDisk, Timeline, Work, simulate
 from triforce_offload.schedule import KV, WEIGHTS, Crossing, Kind, KVPlaces, Places, pass_schedule
@@ -61,7 +62,7 @@ class RoundCost:
     def _text(self, resident: Sequence[int]) -> KVPlaces:
         """Return where the KV is. resident: blocks of each layer that are on the device"""
         blocks, share = self._blocks, self.memory.placement.processor_kv
-        counts = [round(share * max(0, blocks - first)) for first in resident]
+        counts = [left_to_processor(share, max(0, blocks - first)) for first in resident]
         elsewhere = [range(first, first + n) for first, n in zip(resident, counts, strict=True)]
         return KVPlaces([blocks] * len(resident), resident, elsewhere if share else ())
 
@@ -118,7 +119,9 @@ class RoundCost:
             # In each layer the device waits for the processor's part, or the other way round.
             own = (full * self._blocks - elsewhere) * seconds[Kind.BLOCK]
             theirs = self.attention_seconds
-            layers += max(own, theirs) - full * self._blocks * seconds[Kind.BLOCK]
+            # On a machine without a GPU the device is the processor.
+            both = own + theirs if self.costs.hardware.emulated else max(own, theirs)
+            layers += both - full * self._blocks * seconds[Kind.BLOCK]
         return layers + self.head_seconds
 
     @cached_property
@@ -127,6 +130,8 @@ class RoundCost:
         if not (blocks := self._elsewhere):
             return 0.0
         shape = self._shape
+        if self.costs.hardware.emulated:
+            return blocks * self._seconds[Kind.BLOCK]
         self._check_rates()
         keys, nbytes = blocks * shape.block_tokens, blocks * shape.block_bytes
         layers = sum(map(bool, self.places.texts[0].by_processor))
@@ -235,6 +240,8 @@ class RoundCost:
             if by_processor and kind is Kind.AFTER:
                 own += self._longer
             meanwhile = aside.get(layer, 0.0) if kind is Kind.BEFORE else 0.0
+            if self.costs.hardware.emulated:
+                own, meanwhile = own + meanwhile, 0.0
             joins = kind is Kind.AFTER and layer in aside
             work = Work("layer", own, needs, releases, layer, by_processor, meanwhile, joins)
             works.append(work)

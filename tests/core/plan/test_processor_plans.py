@@ -1,0 +1,166 @@
+"""Plans in which a processor computes layers, experts and KV: when it pays, and how much."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command import run
+
+from triforce_core.model.known.shapes import read_model
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.processor import _LAYER_SECONDS, Processor, fastest_counts
+from triforce_core.plan.simulation.search import choose
+from triforce_kernels.host.structures import FORMATS
+from triforce_kernels.weights.block_types import ALL_TYPES, WITH_LARGE_TABLES, BlockType
+from triforce_offload.errors import UsageError
+from triforce_offload.machine.profiles import named
+from triforce_offload.plan.placing import for_processor, place_on_processor
+
+# A desktop: two channels of DDR5, 16 cores.
+DESKTOP = {"host_bytes_per_second": 60e9, "host_flops_per_second": 1.5e12}
+
+
+def case(model: str, **rates: float) -> Case:
+    shape = read_model(model)
+    card = replace(named("rtx4090"), **rates)
+    return Case(shape.config, card, 8192, pieces=shape.pieces)
+
+
+@pytest.mark.parametrize("model", ["llama3.1-70b:Q4_K_M", "qwen3-30b-a3b:Q8_0", "gpt-oss-120b"])
+def test_a_desktops_processor_makes_passes_faster(model: str) -> None:
+    alone, shared = choose(case(model)), choose(case(model, **DESKTOP))
+    assert not alone.memory.placement.processor_layers
+    assert shared.memory.placement.processor_layers
+    assert shared.seconds_per_token < 0.85 * alone.seconds_per_token
+    assert shared.memory.device_bytes <= shared.case.room.device_bytes
+    # Prefills copy all of them.
+    assert shared.memory.weights_prefill_bytes > shared.memory.weights_link_bytes
+
+
+def test_kv_that_streams_is_shared_with_the_processor() -> None:
+    shape = read_model("llama2-7b-128k")
+    alone, shared = (
+        choose(Case(shape.config, replace(named("rtx4090"), **rates), 131072))
+        for rates in ({}, DESKTOP)
+    )
+    assert alone.memory.placement.processor_kv == 0 < shared.memory.placement.processor_kv < 1
+    assert shared.round.pass_seconds < 0.5 * alone.round.pass_seconds
+    assert shared.seconds_per_token < 0.75 * alone.seconds_per_token
+    # Longer drafts are more arithmetic: less is left to the processor.
+    rows = [max(replace(shared.round, tokens=n).fastest_kv_shares) for n in (1, 33, 129, 257)]
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] > rows[-1]
+
+
+def test_a_slow_host_computes_nothing() -> None:
+    for slow in (
+        DESKTOP | {"host_bytes_per_second": 25.3e9},
+        DESKTOP | {"host_flops_per_second": 2e10},
+    ):
+        chosen = choose(case("llama3.1-70b:Q4_K_M", **slow))
+        assert not chosen.memory.placement.processor_layers
+
+
+def test_link_and_processor_share_the_rate_of_host_memory() -> None:
+    chosen = choose(case("llama3.1-70b:Q4_K_M", **DESKTOP))
+    memory, rate = chosen.memory, DESKTOP["host_bytes_per_second"]
+    read = memory.link_bytes + memory.processor_bytes
+    assert chosen.round.seconds >= 0.99 * read / rate
+    # Alone, it takes what it reads; beside a link that never rests, what the link leaves.
+    able = case("llama3.1-70b:Q4_K_M", host_bytes_per_second=rate, host_flops_per_second=1e13)
+    processor = Processor(able.costs, 1)
+    layer = processor.seconds(1, 0.0)
+    assert processor.seconds(10, 0.0) == pytest.approx(10 * layer)
+    link = chosen.case.hardware.stream_bytes_per_second
+    own = 10 * _LAYER_SECONDS
+    left = (10 * layer - own) * rate / (rate - link) + own
+    assert processor.seconds(10, 1e12) == pytest.approx(left)
+    # Of many rows, arithmetic.
+    rows = replace(processor, tokens=400), replace(processor, tokens=800)
+    assert rows[1].seconds(10, 0.0) == pytest.approx(2 * rows[0].seconds(10, 0.0), rel=0.05)
+
+
+def test_the_fastest_count_is_that_of_a_search_by_simulation() -> None:
+    chosen = choose(case("llama3.1-70b:Q4_K_M", **DESKTOP))
+    none = place_on_processor(chosen.memory, 0)
+    cost = replace(chosen.round, memory=none)
+    processor = Processor(chosen.case.costs, cost.tokens)
+    counts = fastest_counts(processor, none, cost.compute_seconds)
+    seconds = [
+        replace(cost, memory=place_on_processor(none, count)).seconds
+        for count in range(len(for_processor(none)) + 1)
+    ]
+    assert min(seconds[count] for count in counts) <= 1.05 * min(seconds)
+
+
+def test_formats_without_kernels_are_left_to_the_device() -> None:
+    """Their tables have thousands of entries, which no kernel of a processor has."""
+    assert {name for name in ALL_TYPES if name not in FORMATS} == WITH_LARGE_TABLES
+    plain = case("llama3.1-70b:Q4_K_M", **DESKTOP)
+
+    def pieces(name: str) -> list[tuple[int, BlockType | None]]:
+        return [(rows, kind and ALL_TYPES["IQ3_S"]) for rows, kind in plain.pieces(name)]
+
+    assert not choose(replace(plain, pieces=pieces)).memory.placement.processor_layers
+    with pytest.raises(UsageError, match="the processor has no kernel for IQ3_S"):
+        choose(replace(plain, pieces=pieces, host_compute=0.5))
+
+
+def test_experts_are_read_as_rows_choose_them() -> None:
+    sparse = case("gpt-oss-120b", **DESKTOP)
+    few, many = (Processor(sparse.costs, rows).seconds(1, 0.0) for rows in (1, 64))
+    whole = choose(sparse).memory.layers[0].nbytes / DESKTOP["host_bytes_per_second"]
+    assert few < 0.15 * whole
+    assert many > 5 * few
+
+
+def test_the_command_plans_with_a_processor(capsys) -> None:
+    words = ["plan", "gpt-oss-120b", "--gpu", "rtx4090", "-c", "8192", "--json"]
+    rates = ["--host-bandwidth", "60GB/s", "--host-flops", "1.5e12"]
+    counts = []
+    for more in ([], rates, [*rates, "--host-compute=off"], [*rates, "--host-compute=0.5"]):
+        _, out, _ = run(capsys, *words, *more)
+        counts.append(json.loads(out)["placement"]["processor_layers"])
+    assert counts[0] == counts[2] == 0 < counts[3] < counts[1]
+    code, _, err = run(capsys, *words, "--host-compute=0.5")
+    assert (code, "give --host-bandwidth and --host-flops" in err) == (2, True)
+    code, _, err = run(capsys, *words, *rates, "--gpus=2", "--host-compute=0.5")
+    assert (code, "not possible on several GPUs yet" in err) == (2, True)
+    code, _, err = run(capsys, *words, "--host-flops=1e12")
+    assert (code, "--host-flops needs --host-bandwidth" in err) == (2, True)
+    code, _, err = run(capsys, *words, "--host-bandwidth=60GB/s", "--host-flops=-1")
+    assert (code, "--host-flops must be positive and finite" in err) == (2, True)
+
+
+def test_a_share_changes_a_plan_file(capsys, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    words = ["plan", "gpt-oss-120b", "--gpu", "rtx4090", "-c", "8192", "--json"]
+    words += ["--host-bandwidth", "60GB/s", "--host-flops", "1.5e12"]
+    assert run(capsys, *words, "--save", file)[0] == 0
+    counts = []
+    for more in ([], ["--host-compute=off"], ["--host-compute=0.5"]):
+        _, out, _ = run(capsys, *words, "--plan", file, *more)
+        counts.append(json.loads(out)["placement"]["processor_layers"])
+    assert counts[1] == 0 < counts[2] < counts[0]
+
+
+def test_on_a_machine_without_a_gpu_the_device_is_the_processor() -> None:
+    """What it attends to on the side is no time that the device saves."""
+    shape = read_model("llama3.2-1b")
+    device = replace(
+        named("rtx4090", 4), asynchronous=False, link_bytes_per_second=50e9, memory_bytes=3 << 30
+    )
+    costs = [
+        choose(
+            Case(
+                shape.config, device, 32768, host_compute=share, fixed={"method": "autoregressive"}
+            )
+        ).round
+        for share in (0.0, 0.5, 1.0)
+    ]
+    assert costs[0].link_bytes > costs[1].link_bytes > costs[2].link_bytes
+    for cost in costs[1:]:
+        assert cost.compute_seconds == pytest.approx(costs[0].compute_seconds, rel=0.02)
