@@ -190,7 +190,8 @@ class TracedLink(WrappedLink):
     def wait_on_host(self, event: Event) -> None:
         began = time.perf_counter()
         super().wait_on_host(event)
-        self._trace.host(_WAIT, began, time.perf_counter() - began)
+        if (waited := time.perf_counter() - began) >= _LEAST_WAIT_SECONDS:
+            self._trace.host(_WAIT, began, waited)
 
 
 def _name(what: Hashable) -> str:

@@ -50,7 +50,8 @@ def test_kv_that_streams_is_shared_with_the_processor() -> None:
     assert shared.round.pass_seconds < 0.5 * alone.round.pass_seconds
     assert shared.seconds_per_token < 0.75 * alone.seconds_per_token
     # Longer drafts are more arithmetic: less is left to the processor.
-    rows = [max(replace(shared.round, tokens=n).fastest_kv_shares) for n in (1, 33, 129, 257)]
+    shares = [replace(shared.round, tokens=n).fastest_kv_shares - {1.0} for n in (1, 33, 129, 257)]
+    rows = [max(some) for some in shares]
     assert rows == sorted(rows, reverse=True)
     assert rows[0] > rows[-1]
 

@@ -139,8 +139,8 @@ class RoundCost:
 
     @property
     def fastest_kv_shares(self) -> set[float]:
-        """Shares of the KV away from the device that the processor might be left: none, and those
-        between which link and processor end together, if they never wait for one another.
+        """Shares of the KV away from the device that the processor might be left: none, all, and
+        those between which link and processor end together, if they never wait for one another.
         """
         if not self.memory.kv.away:
             return {0.0}
@@ -153,7 +153,7 @@ class RoundCost:
 
         # The larger the share, the longer it computes, and the shorter the link is busy.
         enough = bisect_left(range(_SHARES), True, key=computes)
-        return {0.0, max(0, enough - 1) / _SHARES, enough / _SHARES}
+        return {0.0, max(0, enough - 1) / _SHARES, enough / _SHARES, 1.0}
 
     @cached_property
     def processor_seconds(self) -> float:
@@ -174,7 +174,7 @@ class RoundCost:
         if not self.processor.known:
             raise UsageError(
                 "what the processor computes needs its rates: give --host-bandwidth and "
-                "--host-flops"
+                "--host-flops, or let `triforce env --probe` measure those of this machine"
             )
 
     @property
