@@ -62,7 +62,7 @@ def test_a_slow_host_computes_nothing() -> None:
         DESKTOP | {"host_flops_per_second": 2e10},
     ):
         chosen = choose(case("llama3.1-70b:Q4_K_M", **slow))
-        assert not chosen.memory.placement.processor_layers
+        assert not chosen.memory.placement.uses_processor
 
 
 def test_link_and_processor_share_the_rate_of_host_memory() -> None:
