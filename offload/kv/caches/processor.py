@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -129,8 +130,9 @@ class ProcessorAttention:
 
     def drain(self) -> None:
         """Wait until nothing is computed any more: blocks may then change, or be freed."""
-        # The thread takes one after the other.
-        self._thread.submit(int).result()
+        # The thread takes one after the other; once closed, it takes nothing.
+        with suppress(RuntimeError):
+            self._thread.submit(int).result()
 
     def close(self) -> None:
         self._thread.shutdown()
