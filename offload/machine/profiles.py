@@ -31,8 +31,7 @@ GRAPH_LAUNCH_SECONDS = 0.5e-6
 # host memory.
 ALL_REDUCE_SECONDS = 40e-6
 # A processor's kernels take as long to decode a number of a matrix as to multiply it with this many
-# rows: of 1 to 64 rows in bfloat16, on 2 cores of an AMD EPYC, 6 for bfloat16 and 6 to 9 for Q4_K,
-# Q8_0 and MXFP4.
+# rows: 5 for bfloat16, 7 to 8 for Q4_K, Q8_0 and MXFP4 (`scripts/bench host_rows`).
 PRODUCT_ROWS = 8
 # Name of the device of a machine without a GPU.
 EMULATED = "emulated device (CPU)"

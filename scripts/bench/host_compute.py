@@ -87,7 +87,7 @@ def compared(args: argparse.Namespace, name: str) -> Figures:
             for which, each in engines.items():
                 result = each.generate(prompt, greedy(args.new_tokens))
                 stats = result.stats
-                verifying = stats["seconds"]["decode"] - stats["seconds"].get("draft", 0.0)
+                verifying = stats["seconds"]["decode"] - stats["seconds"]["draft"]
                 taken[which].append(verifying / stats["passes"])
                 texts[which] = result.token_ids
         plan = engines["0"].memory_plan

@@ -28,6 +28,12 @@ from triforce_offload.errors import UsageError
 CONTEXT_FLAGS = ("-c", "--ctx-size", "--context")
 # The value of `-n -1`: generate until the text ends or the context is full.
 UNTIL_FULL = sys.maxsize
+_EXPLAINED = {
+    ("-ngl", "--gpu-layers", "--n-gpu-layers"): "there is no number of layers to choose, since as "
+    "many stay on the device as fit; --device-memory limits them",
+    ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"): "the planner leaves layers with their experts "
+    "to the processor where that is faster; --host-compute sets their share",
+}
 
 
 def add_option(
@@ -169,7 +175,6 @@ def _add_formats(group: Options) -> None:
         expert=True,
         choices=SAME_BITS,
     )
-
     add(
         "host_compute",
         "share of the weights and KV that would stream which the processor computes where they "
@@ -181,25 +186,15 @@ def _add_formats(group: Options) -> None:
 
 def add_explained_options(parser: argparse.ArgumentParser) -> None:
     """Add options of llama.cpp that have no counterpart here; using one explains why."""
-    parser.add_argument(
-        *("-ngl", "--gpu-layers", "--n-gpu-layers"),
-        nargs="?",
-        action=Explained,
-        const="there is no number of layers to choose, since as many stay on the device as fit; "
-        "--device-memory limits them",
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
-
-    parser.add_argument(
-        *("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"),
-        nargs="?",
-        action=Explained,
-        const="the planner leaves layers with their experts to the processor where that is faster; "
-        "--host-compute sets their share",
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
+    for flags, why in _EXPLAINED.items():
+        parser.add_argument(
+            *flags,
+            nargs="?",
+            action=Explained,
+            const=why,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )
 
 
 def new_tokens(text: str) -> int:
@@ -220,7 +215,7 @@ def draft_length(text: str) -> int | str:
 
 
 def host_share(text: str) -> float | str:
-    """Parse a share of layers: a number, "auto" or "off"."""
+    """Parse a share of what would stream: a number, "auto" or "off"."""
     return _number_or(text, AUTO, OFF, kind=float)
 
 

@@ -6,6 +6,7 @@ asks of the cache crosses to the device, and what the cache answers crosses back
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -52,8 +53,7 @@ class CacheElsewhere:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Cache.attend."""
-        mixed = self._cache.attend(layer, self._here(qkv), batch, self._here(sinks))
-        return moved(mixed, qkv.device)
+        return self._attended(self._cache.attend, layer, qkv, batch, sinks)
 
     def attend_window(
         self,
@@ -63,8 +63,7 @@ class CacheElsewhere:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Cache.attend_window."""
-        mixed = self._cache.attend_window(layer, self._here(qkv), batch, self._here(sinks))
-        return moved(mixed, qkv.device)
+        return self._attended(self._cache.attend_window, layer, qkv, batch, sinks)
 
     def convolve(
         self,
@@ -83,6 +82,17 @@ class CacheElsewhere:
         """Cache.recur."""
         out = self._cache.recur(layer, DeltaRows(*map(self._here, rows)), batch)
         return moved(out, rows.values.device)
+
+    def _attended(
+        self,
+        attend: Callable[..., torch.Tensor],
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        mixed = attend(layer, self._here(qkv), batch, self._here(sinks))
+        return moved(mixed, qkv.device)
 
     def _here(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else moved(tensor, self._device)

@@ -55,8 +55,9 @@ def fastest(
         # Rows that the processor computed would have other bits.
         may = config.host_compute == AUTO and not sizes.same_bits
         away = for_processor(best.memory) or best.memory.kv.away
-        if not may or not away or measure_processor() is None:
+        if not (may and away and measure_processor()):
             return best
+    # Without kernels, seconds do not decide where a share is asked for (`decides`).
     rates = measure_processor()
     hardware = replace(
         case.hardware,

@@ -31,7 +31,7 @@ _DECODED_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Blocks:
-    """Adjacent blocks of a layer in host memory.
+    """Consecutive blocks of a layer in host memory.
 
     layer: index among the layers that store KV in blocks
     first: index of the first block

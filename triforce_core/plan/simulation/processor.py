@@ -11,17 +11,16 @@ from triforce_offload.machine.profiles import PRODUCT_ROWS
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import for_processor
 
-# Seconds of a layer's two waits for the device, what crosses for them, and its small operations: on
-# 2 cores of an AMD EPYC a layer of SmolLM2-135M takes .4 ms more than its bytes.
+# Seconds of a layer's waits for the device, what crosses for them, and its small operations: these
+# take about .4 ms in SmolLM2-135M on 2 cores of an AMD EPYC (`scripts/bench host_compute`: .028 s
+# for 30 layers of 7 MB and the output matrix).
 _LAYER_SECONDS = 500e-6
 # Seconds in which the queries of a layer cross, its thread wakes and its result crosses: assumed.
 _HANDING_SECONDS = 200e-6
-# Attention reaches this share of the rate of products (2 cores of an AMD EPYC, bfloat16, 16 to 100
-# rows: 119 to 130 of 170 GFLOP/s).
+# Attention reaches this share of the rate of products, and a key or value takes as long to read as
+# a product with this many rows, dense and split (`scripts/bench host_rows`, bfloat16).
 _ATTENTION_SHARE = 0.75
-# A key or value takes as long to read as to multiply with this many rows, dense and split: one core
-# of that processor, 1 to 32 rows.
-_KEY_ROWS = (12, 18)
+_KEY_ROWS = (14, 40)
 
 
 @dataclass(frozen=True)
