@@ -60,6 +60,7 @@ LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b RECURRENT_SHAPE=qwen3.5-9b 
 GPU_TESTS=(tests/gpu)
 # Those of the processor's kernels need a newer transformers.
 ROW_TESTS=(tests/gpu/test_rows_on_a_gpu.py --all) SAME=(off on)
+FORMATS=("split split" "dense dense" "dense split" "split dense") SHARES=(off auto 0.5 1)
 KERNEL_TESTS=(tests/kernels tests/core/decoding/test_kernels.py --ignore=tests/kernels/test_host_kernels.py)
 if [[ ${SIMULATED_GPU:-} ]]; then
     BUDGET=3000 PATIENCE=10
@@ -75,6 +76,7 @@ if [[ ${SIMULATED_GPU:-} ]]; then
     # References do not keep the same bits.
     ROW_TESTS=(tests/gpu/test_rows_on_a_gpu.py -k refused) SAME=(off)
     KERNEL_TESTS=(tests/kernels/test_layer.py tests/kernels/test_gather.py)
+    FORMATS=("split dense" "dense split") SHARES=(auto 0.5) RECURRENT_TESTS="formula or convolutions"
 fi
 TRIFORCE=("$PYTHON" -m triforce_core.cli)
 BENCH=("${TRIFORCE[@]}" bench --device cuda:0 --dtype float16 --device-memory "$MEMORY" --output json)
@@ -87,7 +89,7 @@ if [[ ${LARGE:-} ]]; then
 fi
 if [[ ${SPLIT:-} ]]; then
     # One shape with weights and KV as they are, and with either or both split; then the kernels.
-    for how in "split split" "dense dense" "dense split" "split dense"; do
+    for how in "${FORMATS[@]}"; do
         read -r weights kv <<<"$how"
         part "llama3.1-8b, weights $weights, KV $kv" 110 "${BENCH[@]}" --dtype bfloat16 \
             --shape "$LLAMA3" --context $LONG --repeats $REPEATS --tests pass,retrieval \
@@ -104,7 +106,7 @@ if [[ ${RECURRENT:-} ]]; then
             --shape "$RECURRENT_SHAPE" --context "$context" --repeats $REPEATS
     done
     part recurrent-kernels 120 env TRIFORCE_KERNELS= "${PYTEST[@]}" tests/kernels/test_recurrent.py \
-        -k "not compile"
+        -k "${RECURRENT_TESTS:-not compile}"
     exit $FAILED
 fi
 if [[ ${SAME_BITS:-} ]]; then
@@ -120,7 +122,7 @@ if [[ ${SAME_BITS:-} ]]; then
 fi
 if [[ ${PROCESSOR:-} ]]; then
     part env 60 "${TRIFORCE[@]}" env --probe
-    for share in off auto 0.5 1; do
+    for share in "${SHARES[@]}"; do
         streamed=("${BENCH[@]}" --dtype bfloat16 --shape "$LLAMA3" --repeats $REPEATS --tests pass
             --weights dense --kv dense --host-compute $share)
         part "llama3.1-8b, weights, processor $share" 70 "${streamed[@]}" --context $SHORT \

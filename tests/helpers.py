@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from tiny_families import FAMILIES, SIZES, VOCAB
@@ -11,6 +12,7 @@ from tiny_families import FAMILIES, SIZES, VOCAB
 from triforce_offload.plan.placement import Placement
 
 BLOCK = 16
+T = TypeVar("T")
 
 # Every mix of resident and streamed; more resident blocks than there are means all.
 PLACEMENTS = {
@@ -32,6 +34,14 @@ PLACEMENTS = {
 
 # High bits of layers on the device, their low bits elsewhere: for split weights alone.
 SPLIT = Placement((0, 2), False, 1, 1, 2, 1, split_layers=(0, 2))
+
+
+def turns(items: Iterable[T], index: int, count: int) -> list[T]:
+    """`count` of the items, others for the next index: of a grid, each row and column is met, and
+    each as often as the others, where all cells would take too long.
+    """
+    every = list(items)
+    return [every[(index * count + i) % len(every)] for i in range(count)]
 
 
 def placed(placement: str, options: dict[str, object]) -> dict[str, object]:

@@ -18,7 +18,6 @@ from triforce_offload.plan.placement import Placement
 from triforce_offload.units import parse_bandwidth, parse_bytes, parse_share
 
 METHODS = ("triforce", "speculative", "autoregressive")
-RETRIEVAL = ("mass", "mean")
 ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 AUTO, ON, OFF = "auto", "on", "off"
@@ -109,7 +108,6 @@ class MethodSettings:
         at most; "auto" chooses it at run time
     budget: number of tokens of the retrieval cache; None takes 4096, or fewer if those do not fit
     chunk_size: number of tokens that are retrieved together, a power of two
-    retrieval: how chunks are scored, "mass" or "mean"; see `decoding/drafters/retrieval`
     draft_weights: the weights that the retrieval level computes with. "auto": layers that are on
         the device (the high 8 bits of split layers on a GPU), and int4 copies of layers that
         stream; "exact": exact layers, and no retrieval level if a layer streams; "int4": int4
@@ -128,7 +126,6 @@ class MethodSettings:
     inner_draft_tokens: int | str = AUTO
     budget: int | None = None
     chunk_size: int = 8
-    retrieval: str = "mass"
     draft_weights: str = AUTO
     draft_kv: str = AUTO
     accept: str = "optimal"
@@ -136,7 +133,6 @@ class MethodSettings:
     def __post_init__(self) -> None:
         for name, choices in (
             ("method", METHODS),
-            ("retrieval", RETRIEVAL),
             ("accept", ACCEPT),
             ("draft_weights", DRAFT_WEIGHTS),
             ("draft_kv", DRAFT_KV),
@@ -201,8 +197,8 @@ class MethodSettings:
 
     @property
     def scored_by(self) -> str:
-        """Policy and chunk size of the scores, as saved with a context."""
-        return f"{self.retrieval} {self.chunk_size}"
+        """What the scores are, and their chunk size, as saved with a context."""
+        return f"mass {self.chunk_size}"
 
     @property
     def drafts(self) -> bool:

@@ -26,24 +26,21 @@ def _exp_from(scores, peak):
 @triton.jit
 def _step(
     query, key, value, seen, scale, acc, peak, total, scores_at, kept,
-    SIZE: tl.constexpr, MASS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys to a state.
 
     query: [rows, dim]; key, value: [keys, dim]; seen: [rows or 1, keys], which pairs count
     scores_at, kept: pointers [rows, chunks] and which of them to store to, if SIZE is not 0
     """
-    raw = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    scores = tl.where(seen, raw, float("-inf"))
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.where(seen, scores, float("-inf"))
     if SIZE > 0:
         # Scores of chunks change nothing of what follows: a row has the same bits without them.
-        parts = tl.reshape(scores if MASS else raw, [raw.shape[0], raw.shape[1] // SIZE, SIZE])
-        if MASS:
-            tops = tl.max(parts, 2)
-            sums = tl.sum(_exp_from(parts, tops[:, :, None]), 2)
-            tl.store(scores_at, tl.where(tops == float("-inf"), tops, tops + tl.log(sums)), kept)
-        else:
-            tl.store(scores_at, tl.sum(parts, 2), kept)
+        parts = tl.reshape(scores, [scores.shape[0], scores.shape[1] // SIZE, SIZE])
+        tops = tl.max(parts, 2)
+        sums = tl.sum(_exp_from(parts, tops[:, :, None]), 2)
+        tl.store(scores_at, tl.where(tops == float("-inf"), tops, tops + tl.log(sums)), kept)
     highest = tl.maximum(peak, tl.max(scores, 1))
     weights = _exp_from(scores, highest[:, None])
     fade = _exp_from(peak, highest)
@@ -101,7 +98,7 @@ def _attended(
     q, acc, peak, total, key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
     begin, end, step, of_block, keys, scored, drafted, before, window, shift, first, scale,
     k_block, k_key, v_block, v_key,
-    KEYS: tl.constexpr, SIZE: tl.constexpr, MASS: tl.constexpr, MASKED: tl.constexpr,
+    KEYS: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr,
     TREE: tl.constexpr, PATHS: tl.constexpr,
 ):  # fmt: skip
     """Return a state with the tiles begin, begin + step, ... before `end` added.
@@ -139,9 +136,7 @@ def _attended(
             chunk = first + block * ((scored + SIZE - 1) // SIZE) + part
             scores_at = scores_of_rows + chunk[None, :]
             kept = real[:, None] & (part * SIZE < scored)[None, :]
-        acc, peak, total = _step(
-            q, k, v, seen, scale, acc, peak, total, scores_at, kept, SIZE, MASS
-        )
+        acc, peak, total = _step(q, k, v, seen, scale, acc, peak, total, scores_at, kept, SIZE)
     return acc, peak, total
 
 
@@ -156,7 +151,7 @@ def attend_kernel(
     q_head, q_row, k_block, k_head, k_key, v_block, v_head, v_key, s_head, s_row,
     rows, blocks, tokens, drafted, window, parts, tile, shift, first, fresh, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SIZE: tl.constexpr, MASS: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr,
+    SIZE: tl.constexpr, MASKED: tl.constexpr, TREE: tl.constexpr,
     PATHS: tl.constexpr, ON_DEVICE: tl.constexpr, CONTINUES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend to those tiles of some keys that belong to a split: tile number n of a text belongs to
@@ -226,7 +221,7 @@ def attend_kernel(
                 key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
                 from_tile + (each + parts - begins % parts) % parts, to_tile, parts, of_block,
                 keys, scored, drafted, before, window, shift, first, scale, k_block, k_key,
-                v_block, v_key, KEYS, SIZE, MASS, MASKED, TREE, PATHS,
+                v_block, v_key, KEYS, SIZE, MASKED, TREE, PATHS,
             )  # fmt: skip
             a, m, s = _joined(a, m, s, own_a, own_m, own_s)
         _finished(out, lse, a, m, s, head * rows + row, dim, real, here, DIM)
@@ -243,7 +238,7 @@ def attend_kernel(
             key, value, visible, scores_of_rows, token, last, passed, dim, real, wide,
             from_tile + (split + parts - begins % parts) % parts, to_tile, parts, of_block,
             keys, scored, drafted, before, window, shift, first, scale, k_block, k_key, v_block,
-            v_key, KEYS, SIZE, MASS, MASKED, TREE, PATHS,
+            v_key, KEYS, SIZE, MASKED, TREE, PATHS,
         )  # fmt: skip
         tl.store(peak + state, m, mask=real)
         tl.store(total + state, s, mask=real)

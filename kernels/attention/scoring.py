@@ -1,13 +1,12 @@
 """Scores of chunks of keys, computed during attention. A retrieval cache selects chunks by them.
 
 A chunk is a run of consecutive keys; the last one may be shorter. While a query attends, each chunk
-gets the log-sum-exp of its scores, or their sum (`streaming`, into a `ScoreBuffer`). When the
-query's log-sum-exp over all keys is known, the first gives the exact share of its attention,
+gets the log-sum-exp of its scores (`streaming`, into a `ScoreBuffer`). When the query's log-sum-exp
+over all keys is known, this gives the exact share of its attention,
 
     mass = exp(log-sum-exp of the chunk - log-sum-exp of all),
 
-and the sum, divided by the size of the chunk, is the query times the mean key: the score of the
-published TriForce (Sun et al., 2024). `group_scores` averages either over queries.
+which `group_scores` averages over queries.
 """
 
 from __future__ import annotations
@@ -28,18 +27,16 @@ LARGEST = 16
 
 @dataclass(frozen=True)
 class ScoreBuffer:
-    """Destination of scores.
+    """Destination of the log-sum-exps of chunks.
 
     out: [kv_heads, rows, chunks] float32
     first: index of the chunk that begins with the next piece's first key
     size: number of keys in a chunk, a power of two, at most LARGEST
-    mass: whether a score is the log-sum-exp of the chunk's keys; else their sum
     """
 
     out: torch.Tensor
     first: int
     size: int
-    mass: bool
 
     def at(self, chunk: int) -> ScoreBuffer:
         return replace(self, first=chunk)
@@ -60,19 +57,19 @@ class ScoreBuffer:
 
 def group_scores(
     scores: torch.Tensor,
-    lse: torch.Tensor | None,
+    lse: torch.Tensor,
     keys: int,
     size: int,
     chunk: int,
     tokens: int,
     out: torch.Tensor,
 ) -> None:
-    """Average the scores of each chunk over groups of consecutive queries and over the heads that
+    """Average the mass of each chunk over groups of consecutive queries and over the heads that
     share a KV head.
 
-    scores: [kv_heads, rows, pieces] float32, each of `size` of the `keys` keys; rows are heads x
-        tokens, and pieces past the last key are ignored
-    lse: [kv_heads, rows] float32, over all keys, if the scores are log-sum-exps; None for sums
+    scores: [kv_heads, rows, pieces] float32, log-sum-exps of `size` of the `keys` keys each; rows
+        are heads x tokens, and pieces past the last key are ignored
+    lse: [kv_heads, rows] float32, over all keys
     chunk: number of keys of a chunk, a multiple of `size`; the last chunk may be shorter
     out: [groups, kv_heads, chunks], groups <= tokens; token t is in group t * groups // tokens
 
@@ -91,7 +88,8 @@ def group_scores(
         and scores.dtype == torch.float32
         and scores.device == out.device
         and scores.stride(2) == out.stride(2) == 1
-        and (lse is None or (lse.shape == (kv_heads, rows) and lse.is_contiguous())),
+        and lse.shape == (kv_heads, rows)
+        and lse.is_contiguous(),
         scores=scores,
         lse=lse,
         keys=keys,
@@ -103,41 +101,27 @@ def group_scores(
     implementation("group_scores", scores.device)(scores, lse, keys, size, chunk, tokens, out)
 
 
-def reference_sums(scores: torch.Tensor, buffer: ScoreBuffer) -> None:
-    """Sum scores [kv_heads, rows, tokens] over chunks, hidden keys included."""
-    _store(_pieces(scores, buffer.size).sum(-1), buffer)
-
-
 def reference_masses(weights: torch.Tensor, peak: torch.Tensor, buffer: ScoreBuffer) -> None:
     """Compute log-sum-exps of chunks from exp(scores - peak): weights [kv_heads, rows, tokens],
     peak [kv_heads, rows, 1]. A chunk whose weights are too small for float32 gets -inf.
     """
-    _store(_pieces(weights, buffer.size).sum(-1).log_().add_(peak), buffer)
-
-
-def _store(values: torch.Tensor, buffer: ScoreBuffer) -> None:
+    values = _pieces(weights, buffer.size).sum(-1).log_().add_(peak)
     buffer.out[:, :, buffer.first : buffer.first + values.shape[-1]] = values
 
 
 def reference_group_scores(
     scores: torch.Tensor,
-    lse: torch.Tensor | None,
+    lse: torch.Tensor,
     keys: int,
     size: int,
     chunk: int,
     tokens: int,
     out: torch.Tensor,
 ) -> None:
-    groups, _, chunks = out.shape
-    values = scores[..., : -(-keys // size)]
-    if lse is not None:
-        values = (values - finite(lse).unsqueeze(-1)).exp_()
+    groups = out.shape[0]
+    values = (scores[..., : -(-keys // size)] - finite(lse).unsqueeze(-1)).exp_()
     if chunk > size:
         values = _pieces(values, chunk // size).sum(-1)
-    if lse is None:
-        counts = torch.full((chunks,), float(chunk), device=values.device)
-        counts[-1] -= -keys % chunk
-        values = values / counts
     # Averages over a group's tokens and over heads, as one product.
     group = torch.arange(tokens, device=values.device) * groups // tokens
     members = group == torch.arange(groups, device=values.device).unsqueeze(1)

@@ -15,7 +15,7 @@ _CHUNKS = 128
 def _group_kernel(
     scores, lse, out, s_head, s_row, o_group, o_head,
     heads, tokens, keys, chunks,
-    SIZE: tl.constexpr, PIECES: tl.constexpr, MASS: tl.constexpr, CHUNKS: tl.constexpr,
+    SIZE: tl.constexpr, PIECES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     kv_head, group = tl.program_id(0).to(tl.int64), tl.program_id(2)
     groups = tl.num_programs(2)
@@ -28,14 +28,11 @@ def _group_kernel(
     total = tl.zeros([CHUNKS], tl.float32)
     for index in range(heads * (end - begin)):
         row = (index // (end - begin) * tokens + begin + index % (end - begin)).to(tl.int64)
-        other = float("-inf") if MASS else 0.0
-        values = tl.load(scores + kv_head * s_head + row * s_row + piece, mask=there, other=other)
-        if MASS:
-            whole = tl.load(lse + kv_head * heads * tokens + row)
-            values = tl.exp(values - tl.where(whole == float("-inf"), 0.0, whole))
+        here = scores + kv_head * s_head + row * s_row + piece
+        values = tl.load(here, mask=there, other=float("-inf"))
+        whole = tl.load(lse + kv_head * heads * tokens + row)
+        values = tl.exp(values - tl.where(whole == float("-inf"), 0.0, whole))
         total += tl.sum(values, 1)
-    if not MASS:
-        total /= tl.minimum(SIZE * PIECES, keys - chunk * SIZE * PIECES).to(tl.float32)
     mean = total / (heads * (end - begin))
     place = out + group.to(tl.int64) * o_group + kv_head * o_head + chunk
     tl.store(place, mean.to(out.dtype.element_ty), mask=chunk < chunks)
@@ -43,7 +40,7 @@ def _group_kernel(
 
 def group_scores(
     scores: torch.Tensor,
-    lse: torch.Tensor | None,
+    lse: torch.Tensor,
     keys: int,
     size: int,
     chunk: int,
@@ -53,9 +50,9 @@ def group_scores(
     kv_heads, rows, _ = scores.shape
     groups, _, chunks = out.shape
     _group_kernel[(kv_heads, cdiv(chunks, _CHUNKS), groups)](
-        scores, scores if lse is None else lse, out,
+        scores, lse, out,
         *scores.stride()[:2], *out.stride()[:2],
         rows // tokens, tokens, keys, chunks,
-        SIZE=size, PIECES=chunk // size, MASS=lse is not None, CHUNKS=_CHUNKS,
+        SIZE=size, PIECES=chunk // size, CHUNKS=_CHUNKS,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from triforce_kernels.attention.attention import (
     weighed,
 )
 from triforce_kernels.attention.masks import tree_columns, tree_mask, window_mask
-from triforce_kernels.attention.scoring import ScoreBuffer, reference_masses, reference_sums
+from triforce_kernels.attention.scoring import ScoreBuffer, reference_masses
 from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
 from triforce_kernels.limits import ALIGNED_KEYS
@@ -334,12 +334,10 @@ def _piece(
         return partial_attention(query, key, value, mask=mask)
     # Only plain operations give the scores of single keys; attention then uses these scores too.
     exact = scaled_scores(query, key)
-    if scores and not scores.mass:
-        reference_sums(exact, scores)
     if mask is not None:
         exact += mask
     weights, peak = weighed(exact)
-    if scores and scores.mass:
+    if scores:
         reference_masses(weights, peak, scores)
     return plain_partial(weights, peak, value, weights.dtype)
 

@@ -189,9 +189,9 @@ def _launch(
     """
     query, key, value, t, end = piece
     kv_heads, rows, head_dim = query.shape
-    chunk_scores, size, mass = state[1], 0, False
+    chunk_scores, size = state[1], 0
     if scores is not None:
-        chunk_scores, size, mass = scores.out, scores.size, scores.mass
+        chunk_scores, size = scores.out, scores.size
     drafted, tiles = tokens, cdiv(rows, t.rows)
     if visible is not None:
         drafted = visible.shape[1]
@@ -205,7 +205,7 @@ def _launch(
         *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *chunk_scores.stride()[:2],
         rows, len(key), tokens, drafted, window, parts, number, shift,
         scores.first if scores else 0, int(fresh), head_dim**-0.5,
-        KEYS=t.keys, SIZE=size, MASS=mass, MASKED=tokens > 0,
+        KEYS=t.keys, SIZE=size, MASKED=tokens > 0,
         TREE=visible is not None and not paths, PATHS=next_power_of_2(drafted) if paths else 0,
         ON_DEVICE=isinstance(end, torch.Tensor), CONTINUES=continues, WHOLE=whole,
         num_warps=t.warps, num_stages=t.stages, **_sizes(t.rows, head_dim),

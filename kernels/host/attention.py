@@ -113,7 +113,6 @@ def _attend(
     if scores is not None:
         call.scores, call.first_chunk, call.chunk = scores.out.data_ptr(), scores.first, scores.size
         call.scores_head, call.scores_row = scores.out.stride()[:2]
-        call.mass = scores.mass
     call.fresh, running.fresh = running.fresh, False
     library().triforce_attend(ctypes.byref(call), torch.get_num_threads())
 

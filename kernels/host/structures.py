@@ -61,7 +61,7 @@ class Attention(ctypes.Structure):
         *((name, _Long) for name in ("query_head", "query_row")),
         *((name, _Long) for name in ("key_block", "key_head", "key_row")),
         *((name, _Long) for name in ("value_block", "value_head", "value_row")),
-        *((name, _Long) for name in ("scores_head", "scores_row", "first_chunk", "chunk", "mass")),
+        *((name, _Long) for name in ("scores_head", "scores_row", "first_chunk", "chunk")),
         ("scale", ctypes.c_float),
     )
 

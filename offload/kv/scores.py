@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 
 from triforce_kernels.attention.scoring import LARGEST, ScoreBuffer, group_scores
@@ -17,26 +15,14 @@ _MEMORY = 0.9
 _DTYPE = torch.bfloat16
 
 
-class Score(Enum):
-    """How a chunk is scored.
-
-    MASS: the exact share of attention that the chunk got
-    MEAN: the query times the mean key of the chunk
-    """
-
-    MASS = "mass"
-    MEAN = "mean"
-
-
 class ChunkScores:
-    """For each layer, KV head and chunk, the score that the queries of passes gave it.
+    """For each layer, KV head and chunk, the exact share of attention that the queries of passes
+    gave it.
 
     A pass's queries are a certain token and a draft, of which only a first part may be accepted.
     That is known only after the pass, so scores are stored separately for a few groups of
     consecutive tokens, and `take` averages the groups that were accepted. Query heads that share a
     KV head are averaged.
-
-    enabled: whether passes collect scores; attention checks this
     """
 
     def __init__(
@@ -44,13 +30,10 @@ class ChunkScores:
         shape: KVShape,
         chunk_tokens: int,
         context_tokens: int,
-        score: Score,
         memory: DeviceMemory,
     ) -> None:
         """Raises DoesNotFitError."""
-        self.enabled = True
         self._chunk = chunk_tokens
-        self._score = score
         self._memory = memory
         self._allocation = memory.allocate(
             scores_bytes(shape, chunk_tokens, context_tokens), "retrieval scores"
@@ -74,7 +57,7 @@ class ChunkScores:
         size = min(self._chunk, LARGEST)
         shape = (*rows.shape[:2], -(-keys // size))
         out = torch.empty(shape, dtype=torch.float32, device=rows.device)
-        self._buffer = ScoreBuffer(out, 0, size, self._score is Score.MASS)
+        self._buffer = ScoreBuffer(out, 0, size)
         return self._buffer
 
     def end_layer(self, layer: int, lse: torch.Tensor, tokens: int, keys: int) -> None:
@@ -87,7 +70,7 @@ class ChunkScores:
         groups, chunks = min(tokens, SCORE_GROUPS), -(-keys // self._chunk)
         group_scores(
             self._buffer.out,
-            lse if self._buffer.mass else None,
+            lse,
             keys,
             self._buffer.size,
             self._chunk,
@@ -108,8 +91,6 @@ class ChunkScores:
         groups = min(self._tokens, SCORE_GROUPS)
         held = tokens * groups // self._tokens if tokens < self._tokens else groups
         latest = self._last[: max(1, held), :, :, :chunks].mean(0, dtype=torch.float32)
-        if self._score is Score.MEAN:
-            return latest
         sums = self._sums[..., :chunks]
         return sums.mul_(_MEMORY).add_(latest)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -27,11 +28,11 @@ import torch
 from bench import workloads
 from bench.workloads import FACTS, MODEL, SAMPLING, generate_fully, stretches
 from frame import Benchmark, Figures, Option
+from rivals.published_policies import MEAN_KEYS, installed
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding import acceptance
 from triforce_core.decoding.drafters.retrieval import RetrievalCache
 
-NEWEST = "newest"
 # A function that answers a prompt: (engine, prompt, number of tokens, seed) -> statistics.
 Answer = Callable[[Engine, list[int], int, int], dict[str, Any]]
 
@@ -56,11 +57,10 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         ]
     else:
         prompts = stretches(args.stretches, args.tokens)
-    for policy in args.policies or (["mass", "mean", NEWEST] if facts else ["mass", "mean"]):
-        newest = policy == NEWEST
-        options = {"retrieval": "mass" if newest else policy, "budget": args.budget, **given}
-        with newest_chunks() if newest else nullcontext():
+    for policy in args.policies or list(POLICIES)[: 3 if facts else 2]:
+        with POLICIES[policy]():
             answer = short_answer if facts else generate_fully
+            options = {"budget": args.budget, **given}
             row = accepted(prompts, args.new_tokens, args.draft_tokens, answer, **options)
         yield {"policies": {policy: row}}
 
@@ -149,14 +149,22 @@ class Expected:
 
 def newest_chunks() -> Any:
     """Make the retrieval cache choose the first chunk and the newest chunks."""
-    score = RetrievalCache._current_scores
+    worth = RetrievalCache._worth
 
-    def scores(self: RetrievalCache, tokens: int, chunks: int) -> torch.Tensor:
-        found = score(self, tokens, chunks)
-        newer = torch.arange(chunks, dtype=found.dtype, device=found.device)
-        return newer.expand_as(found).contiguous()
+    def newer(self: RetrievalCache, tokens: int, chunks: int) -> torch.Tensor:
+        found = worth(self, tokens, chunks)
+        index = torch.arange(chunks, dtype=found.dtype, device=found.device)
+        return index.expand_as(found).contiguous()
 
-    return patch.object(RetrievalCache, "_current_scores", scores)
+    return patch.object(RetrievalCache, "_worth", newer)
+
+
+# How chunks are chosen: as the engine does, as the published TriForce does, and the newest ones.
+POLICIES = {
+    "mass": nullcontext,
+    "mean": partial(installed, [MEAN_KEYS], 0),
+    "newest": newest_chunks,
+}
 
 
 main = Benchmark(
@@ -169,7 +177,7 @@ main = Benchmark(
         Option("--stretches", 4, "number of prompts"),
         Option("--budget", 1024, "tokens of the retrieval cache"),
         Option("--draft-tokens", 24, "tokens of a draft"),
-        Option("--policies", (), f"mass and mean; {NEWEST} as well with --task fact"),
+        Option("--policies", (), "mass and mean; newest as well with --task fact"),
         Option("--set", (), "options of the engine", metavar="NAME=VALUE"),
         Option("--task", "continuation", choices=("continuation", "fact")),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rivals.published_policies import BY_LAYERS, CHOSEN_ONCE
+from rivals.published_policies import BY_LAYERS, CHOSEN_ONCE, MEAN_KEYS
 
 MEMORY, OFFLOADED, ABLATION = "memory", "offloaded", "ablation"
 GROUPS = {
@@ -106,10 +106,10 @@ def _ablation(prompt_tokens: int, new_tokens: int) -> dict[str, System]:
     whole = 1 << (prompt_tokens.bit_length() - 1)
     rows = {"ours, KV streamed": System(ABLATION, "ours", dict(options))}
     for name, changes in (
-        ("+ mean keys", {"retrieval": "mean"}),
-        ("+ chosen once", {"policies": [CHOSEN_ONCE]}),
+        ("+ mean keys", {"policies": [MEAN_KEYS]}),
+        ("+ chosen once", {"policies": [MEAN_KEYS, CHOSEN_ONCE]}),
         ("+ fixed lengths", {"draft_tokens": 12, "inner_draft_tokens": 1}),
-        ("+ resident by layers", {"policies": [CHOSEN_ONCE, BY_LAYERS]}),
+        ("+ resident by layers", {"policies": [MEAN_KEYS, CHOSEN_ONCE, BY_LAYERS]}),
         (
             "+ whole layers, two slots",
             {"block_tokens": whole, "resident_blocks": layers_resident, "kv_slots": 2},

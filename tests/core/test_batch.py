@@ -23,7 +23,7 @@ METHODS = {
     "auto": {"draft": "ngram"},
     "tree": {"method": "speculative", "draft": "{model}", "tree": 9},
     "retrieval": {"draft": "none", "budget": 32, "draft_tokens": 5},
-    "mean": {"draft": "ngram", "budget": 24, "chunk_size": 4, "retrieval": "mean"},
+    "small chunks": {"draft": "ngram", "budget": 24, "chunk_size": 4},
     "model": {"draft": "{model}", "budget": 48, "draft_tokens": 7, "inner_draft_tokens": 3},
 }
 PLACED = {

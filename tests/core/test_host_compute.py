@@ -58,14 +58,13 @@ def test_the_text_is_the_same_at_every_share(tiny, family: str, stochastic: bool
 
 @pytest.mark.first
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("retrieval", ["mass", "mean"])
 def test_blocks_left_to_the_processor_change_neither_text_nor_scores(
-    tiny, monkeypatch, dtype: str, retrieval: str
+    tiny, monkeypatch, dtype: str
 ) -> None:
     """And what the link brings falls by their share. Chunks are chosen by the same scores."""
     path, _ = tiny("llama")
     placement = Placement((), True, 3, 0, 3, 2)
-    options = OPTIONS | {"budget": 32, "retrieval": retrieval, "dtype": dtype, "draft_tokens": 4}
+    options = OPTIONS | {"budget": 32, "dtype": dtype, "draft_tokens": 4}
     seen: dict[float, list[torch.Tensor]] = {}
     taken = ChunkScores.take
     texts, crossed, share = {}, {}, 0.0

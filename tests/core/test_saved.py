@@ -86,7 +86,7 @@ def test_scores_of_other_chunks_are_not_taken_over(tiny, tmp_path) -> None:
     with engine(path, chunk_size=8) as first:
         first.generate(PROMPT, SamplingParams(1))
         first.save_context(tmp_path / "context")
-    for options in ({"chunk_size": 16}, {"chunk_size": 4}, {"retrieval": "mean"}):
+    for options in ({"chunk_size": 16}, {"chunk_size": 4}):
         with engine(path, **options) as other:
             other.load_context(tmp_path / "context")
             assert other._contexts.latest.levels.scores.sums.count_nonzero() == 0

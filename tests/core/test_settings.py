@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 import pytest
@@ -14,6 +15,7 @@ from triforce_core.bench.settings import TESTS, BenchSettings
 from triforce_core.cli.main import _parser, main
 from triforce_core.cli.options import engine_config, given
 from triforce_core.loading import open_model as opening
+from triforce_core.plan.plan import Plan
 from triforce_core.settings import EngineConfig, MachineSettings, MethodSettings
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.placement import Placement
@@ -206,3 +208,14 @@ def test_what_is_of_the_wrong_kind_is_a_usage_error(speaking) -> None:
         for ask in (engine.generate, engine.chat):
             with pytest.raises(UsageError, match="the text is not UTF-8 text"):
                 ask("hi \udc80")
+
+
+def test_a_plan_of_a_version_that_chose_how_chunks_are_scored(tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    plan = Plan(200, BLOCK, MethodSettings(method="triforce"), PLACEMENTS["kv"])
+    raw = plan.as_dict()
+    file.write_text(json.dumps(raw | {"retrieval": "mass"}))
+    assert Plan.read(file) == plan
+    file.write_text(json.dumps(raw | {"retrieval": "mean"}))
+    with pytest.raises(UsageError, match=r"plan\.json: .* by attention mass alone"):
+        Plan.read(file)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
-from helpers import BLOCK, PLACEMENTS, SPLIT, random_ids
+from helpers import BLOCK, PLACEMENTS, SPLIT, random_ids, turns
 from simulated_gpu import TOKENS
 
 from triforce_core import Engine, SamplingParams
@@ -18,13 +19,16 @@ GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
 DEVICE = torch.device("cuda:0")
 
 
+FAMILIES = ("llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope", "exaone4-windows")
+DRAFTS = list(product(("ngram", "none", "{model}"), ("off", 12)))
+
+
 @pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize(
-    "family", ["llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope", "exaone4-windows"]
+    ("family", "draft", "tree"),
+    [(family, *each) for i, each in enumerate(DRAFTS) for family in turns(FAMILIES, i, 2)],
 )
-@pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
-@pytest.mark.parametrize("tree", ["off", 12])
 def test_graphs_change_no_text(tiny, family: str, draft: str, tree: str | int) -> None:
     """Greedy in float32; and the recorded forwards were there, where they can be."""
     path, _ = tiny(family)

@@ -21,8 +21,10 @@ DEVICES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("placement", ["resident", "kv", "both", "int4"])
-@pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "placement"),
+    [("llama", "kv"), ("llama", "both"), ("llama-mqa", "int4"), ("qwen3", "resident")],
+)
 def test_two_ranks_say_what_one_says(tiny, family: str, placement: str, device: str) -> None:
     path, _ = tiny(family)
     options = placed(placement, OPTIONS | {"budget": 32, "draft_tokens": 6})
@@ -39,8 +41,10 @@ def test_two_ranks_say_what_one_says(tiny, family: str, placement: str, device: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("saves", "loads"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("device", "saves", "loads"),
+    [("cuda:0", 2, 1), pytest.param("cuda", 1, 2, marks=pytest.mark.gpus(2))],
+)
 def test_a_context_goes_on_with_another_number(
     tiny, tmp_path, device: str, saves: int, loads: int
 ) -> None:

@@ -1,6 +1,6 @@
 """Compiling what launchers would launch, for a GPU that is not there.
 
-    compiling.py CAPABILITY few|half|all
+    compiling.py CAPABILITY few|all
 
 Triton's compiler needs no GPU. Interpreted kernels show what is computed; compiled ones, that they
 can be, within the shared memory and registers of a device. A process of its own, since a kernel is
@@ -182,7 +182,7 @@ def launch_passes(case: Attention) -> tuple[torch.Tensor, torch.Tensor]:
     scores = None
     if case.size:
         out = torch.empty(case.kv_heads, rows, 3 * 1024 // case.size)
-        scores = ScoreBuffer(out, 0, case.size, True)
+        scores = ScoreBuffer(out, 0, case.size)
     running = Running.of(query)
     attend_blocks(running, query, keys, keys, scores)
     tail = keys[0, :, : case.tokens + 7]
@@ -216,10 +216,8 @@ def launch_others(dtype: torch.dtype) -> None:
     swiglu(empty(17, 22016))
     geglu(empty(17, 22016))
     scores, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)
-    for mass in (lse, None):
-        group_scores(
-            scores, mass, 131072, 8, 8, 17, torch.empty(8, 32, 16384, dtype=torch.bfloat16)
-        )
+    means = torch.empty(8, 32, 16384, dtype=torch.bfloat16)
+    group_scores(scores, lse, 131072, 8, 8, 17, means)
     chunk_of = torch.full((2, 32, 512), -1)
     moves = choose_chunks(scores[:2, :1].expand(2, 32, 16384).contiguous(), chunk_of, 16384, 4)
     target = empty(2, 2, 32, 512, 8, 128)
@@ -333,7 +331,7 @@ def main(capability: int, which: str) -> None:
     rows = []
     with compiling(capability) as compiled:
         for name, case in ATTENTION.items():
-            if (which == "few" and rows) or (which == "half" and case.dtype == torch.float32):
+            if which == "few" and rows:
                 continue
             launch_attention(case)
             rows += [(name, *kernel) for kernel in compiled]

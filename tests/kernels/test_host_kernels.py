@@ -144,7 +144,7 @@ def test_attention_of_a_row_does_not_depend_on_others(make, head_dim: int) -> No
             for first in range(0, 24, rows):
                 some = query[:, first : first + rows].contiguous()
                 running, here = Running.of(some), out[:, first : first + rows]
-                scores = ScoreBuffer(here, 0, 16, mass=True)
+                scores = ScoreBuffer(here, 0, 16)
                 for block in range(0, 5, at_once):
                     piece = slice(block, block + at_once)
                     attend_blocks(running, some, key[piece], value[piece], scores.at(5 * block))

@@ -81,7 +81,7 @@ class Text:
         running, scores = Running.of(query), None
         if scored:
             out = torch.empty(*query.shape[:2], KEYS, device=DEVICE)
-            scores = ScoreBuffer(out, 0, 8, mass=True)
+            scores = ScoreBuffer(out, 0, 8)
         for begins, size in zip(accumulate(blocks, initial=0), blocks, strict=False):
             piece = slice(begins, begins + size)
             keys, values = self.keys[None, :, piece], self.values[None, :, piece]

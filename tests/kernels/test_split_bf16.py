@@ -215,12 +215,11 @@ def test_products_with_few_rows_count_every_exception(backend, draw, dtype: torc
     matrix[50] = 0
     weight = encode(matrix)
     assert len(weight.places) > 1000
-    for part in (weight, weight.rows(32, 64), weight.rows(33, 75), weight.rows(3, 34)):
+    parts = (weight, weight.rows(32, 64), weight.rows(33, 75), weight.rows(3, 34))
+    for part, rows in zip(parts, (17, 1, 5, 1), strict=True):
+        x = draw(rows, 208, dtype=dtype)[:, :200]
         numbers = decode(part).to(dtype).double()
-        for rows in (1, 5, 17):
-            x = draw(rows, 208, dtype=dtype)[:, :200]
-            found = split_matmul(x, part)
-            assert_near(found, x.double() @ numbers.T, TOLERANCE[dtype])
+        assert_near(split_matmul(x, part), x.double() @ numbers.T, TOLERANCE[dtype])
     with pytest.raises(ValueError, match=r"split_matmul cannot take x \(2, 64\)"):
         split_matmul(draw(2, 64), weight)
 

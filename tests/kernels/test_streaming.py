@@ -67,7 +67,7 @@ def chunked(x: torch.Tensor, case: Case, filler: float) -> torch.Tensor:
     return torch.cat(pieces, -1).unflatten(-1, (-1, SIZE))
 
 
-def run(case: Case, query, keys, values, *, mass=None, visible=None, calls=(1,)):
+def run(case: Case, query, keys, values, *, scored=False, visible=None, calls=(1,)):
     """Blocks in calls of so many, the rest at once, then the tail; and the scores, if asked."""
     many = case.blocks * case.block
 
@@ -77,9 +77,9 @@ def run(case: Case, query, keys, values, *, mass=None, visible=None, calls=(1,))
     per = -(-case.block // SIZE)
     chunks = case.blocks * per + -(-case.tail // SIZE)
     buffer = None
-    if mass is not None:
+    if scored:
         out = torch.empty(case.kv_heads, case.rows, chunks, device=DEVICE)
-        buffer = ScoreBuffer(out, 0, SIZE, mass)
+        buffer = ScoreBuffer(out, 0, SIZE)
     running = Running.of(query)
     done = 0
     for count in (*calls, case.blocks):
@@ -122,7 +122,7 @@ def test_blocks_and_tail_equal_attention_over_all_keys(backend, draw, case: Case
 def test_mass_is_the_softmax_summed_over_each_chunk(backend, draw, case: Case, dtype) -> None:
     query, keys, values = make(case, draw, dtype)
     out, _, scores = exact(query, keys, values, case.tokens)
-    part, buffer = run(case, query, keys, values, mass=True)
+    part, buffer = run(case, query, keys, values, scored=True)
     assert_near(part.out, out, TOLERANCE[dtype])
     expected = chunked(scores, case, float("-inf")).logsumexp(-1)
     assert_near(buffer, expected, TOLERANCE[torch.float32])
@@ -146,30 +146,22 @@ def test_chunks_of_any_size_fit_into_any_tile(
     monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
     query, keys, values = make(case, draw, dtype)
     _, _, scores = exact(query, keys, values, case.tokens)
-    _, buffer = run(case, query, keys, values, mass=True)
+    _, buffer = run(case, query, keys, values, scored=True)
     assert_near(
         buffer, chunked(scores, case, float("-inf")).logsumexp(-1), TOLERANCE[torch.float32]
     )
 
 
-@pytest.mark.parametrize("case", CASES[:2])
-def test_sums_are_of_scores_before_the_mask(backend, draw, case: Case) -> None:
-    query, keys, values = make(case, draw, torch.float32)
-    _, buffer = run(case, query, keys, values, mass=False)
-    scores = query.double() @ keys.double().transpose(1, 2) * case.head_dim**-0.5
-    assert_near(buffer, chunked(scores, case, 0).sum(-1), TOLERANCE[torch.float32])
-
-
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]])
-@pytest.mark.parametrize("mass", [None, True])
-def test_blocks_together_and_one_by_one_are_bitwise_alike(backend, draw, case, mass) -> None:
+@pytest.mark.parametrize("scored", [False, True])
+def test_blocks_together_and_one_by_one_are_bitwise_alike(backend, draw, case, scored) -> None:
     """Resident blocks come together, streamed ones one by one: the text must not tell."""
     query, keys, values = make(case, draw, torch.float16)
-    together, buffer = run(case, query, keys, values, mass=mass, calls=())
-    one_by_one, other = run(case, query, keys, values, mass=mass, calls=(1,) * case.blocks)
+    together, buffer = run(case, query, keys, values, scored=scored, calls=())
+    one_by_one, other = run(case, query, keys, values, scored=scored, calls=(1,) * case.blocks)
     assert torch.equal(together.out, one_by_one.out)
     assert torch.equal(together.lse, one_by_one.lse)
-    if mass:
+    if scored:
         assert torch.equal(buffer, other)
 
 
@@ -193,7 +185,7 @@ def test_a_tree_of_drafts_sees_its_own_branches(backend, draw, dtype, tree: str)
             visible[node] |= visible[parent]
     visible = visible.to(DEVICE)
     out, lse, scores = exact(query, keys, values, rows, visible)
-    part, buffer = run(case, query, keys, values, mass=True, visible=visible)
+    part, buffer = run(case, query, keys, values, scored=True, visible=visible)
     assert_near(part.out, out, TOLERANCE[dtype])
     assert_near(part.lse, lse, TOLERANCE[dtype])
     assert_near(
@@ -260,18 +252,18 @@ def test_nothing_at_all_and_blocks_without_a_tail(backend, draw) -> None:
     assert_near(part.out, expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("mass", [None, True])
-def test_scores_of_minus_infinity_weigh_nothing(backend, draw, mass) -> None:
+@pytest.mark.parametrize("scored", [False, True])
+def test_scores_of_minus_infinity_weigh_nothing(backend, draw, scored) -> None:
     case = Case(1, 2, 2, 64, 16, 2, 8)
     query, keys, values = make(case, draw, torch.float32)
     query.abs_()
     # More than a whole block; but PyTorch's operator on the CPU needs a finite score in each.
-    keys[:, 4 if backend == "reference" and mass is None else 0 : 20] = float("-inf")
+    keys[:, 4 if backend == "reference" and not scored else 0 : 20] = float("-inf")
     out, lse, scores = exact(query, keys, values, case.tokens)
-    part, buffer = run(case, query, keys, values, mass=mass)
+    part, buffer = run(case, query, keys, values, scored=scored)
     assert_near(part.out, out, TOLERANCE[torch.float32])
     assert_near(part.lse, lse, TOLERANCE[torch.float32])
-    if mass:
+    if scored:
         assert_near(
             buffer, chunked(scores, case, float("-inf")).logsumexp(-1), TOLERANCE[torch.float32]
         )
@@ -285,18 +277,18 @@ def test_values_and_scores_near_the_greatest_half(backend, draw) -> None:
     keys *= 30
     assert values.isfinite().all()
     out, lse, _ = exact(query, keys, values, case.tokens)
-    part, _ = run(case, query, keys, values, mass=True)
+    part, _ = run(case, query, keys, values, scored=True)
     assert_near(part.out, out, TOLERANCE[torch.float16])
     assert_near(part.lse, lse, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("mass", [None, True])
-def test_nan_in_a_key_reaches_the_output(backend, draw, mass) -> None:
+@pytest.mark.parametrize("scored", [False, True])
+def test_nan_in_a_key_reaches_the_output(backend, draw, scored) -> None:
     """What the emulated link relies on: reading a slot too early cannot go unseen."""
     case = Case(2, 1, 3, 64, 32, 1, 8)
     query, keys, values = make(case, draw, torch.float32)
     keys[1, 17, 0] = float("nan")
-    part, _ = run(case, query, keys, values, mass=mass)
+    part, _ = run(case, query, keys, values, scored=scored)
     assert part.out[1].isnan().all()
     assert part.out[0].isfinite().all()
 
@@ -395,6 +387,6 @@ def test_a_cache_that_is_too_short_is_refused(backend, draw) -> None:
     query, keys = draw(2, 3, 64), draw(2, 16, 64)
     with pytest.raises(ValueError, match="end 14"):
         attend_cache(query, keys, keys, 3, 14)
-    buffer = ScoreBuffer(torch.empty(2, 3, 1, device=DEVICE), 0, 8, True)
+    buffer = ScoreBuffer(torch.empty(2, 3, 1, device=DEVICE), 0, 8)
     with pytest.raises(ValueError, match=r"scores \(2, 3, 1\)"):
         attend_blocks(Running.of(query), query, keys[None], keys[None], buffer)

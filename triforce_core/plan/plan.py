@@ -209,6 +209,8 @@ class Plan:
         if not isinstance(raw, dict):
             raise UsageError(f"{path} holds no plan, which is a JSON object")
         raw = {_OLD_NAMES.get(name, name): value for name, value in raw.items()}
+        if raw.pop("retrieval", "mass") != "mass":
+            raise UsageError(f"{path}: chunks are retrieved by attention mass alone now")
         for name in ("weights", "kv", "draft_weights"):
             if raw.get(name) == _OLD_SPLIT:
                 raw[name] = SPLIT
@@ -248,8 +250,7 @@ _OLD_NAMES = {
 _OLD_SPLIT = "planes"
 # Fields that a plan may lack, because earlier versions did not write them.
 _OPTIONAL = {
-    "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
-    "draft_kv",
+    "gpus", "made_for", "predicted", "chunk_size", "accept", "draft_weights", "draft_kv",
     "weights", "kv", "reclaimed_kv_blocks", "int4_layers",
     "file_layers", "split_layers", "processor_layers", "processor_kv",
 }  # fmt: skip

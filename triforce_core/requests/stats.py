@@ -229,7 +229,6 @@ def drafting_stats(
         "retrieval": {
             "budget_tokens": cache.budget,
             "chunk_size": method.chunk_size,
-            "policy": method.retrieval,
             "churn": _told(lambda: cache.churn),
             "bytes_read_in_place": _told(lambda: cache.bytes_read_in_place),
             "steps": inner.rounds,

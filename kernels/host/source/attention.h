@@ -143,14 +143,6 @@ INLINE float *chunks_of(const Attention *a, int64_t head, int64_t row, int64_t b
     return a->scores + head * a->scores_head + row * a->scores_row + at;
 }
 
-INLINE void store_sums(const Attention *a, const float *numbers, int64_t count, float *out) {
-    for (int64_t t = 0; t < count; out++) {
-        float sum = 0;
-        for (int64_t i = 0; i < a->chunk && t < count; i++, t++) sum += numbers[t];
-        *out = sum;
-    }
-}
-
 INLINE void store_masses(const Attention *a, const float *weights, int64_t count, float peak,
                          float *out) {
     for (int64_t t = 0; t < count; out++) {
@@ -184,12 +176,11 @@ INLINE void weigh_rows(const Queries *q, const Keys *k, float (*scores)[SCORES],
     for (int64_t r = 0; r < q->rows; r++) {
         float *own = scores[r] + k->place, *chunks = NULL;
         if (a->scores) chunks = chunks_of(a, q->head, q->first_row + r, k->block, k->first);
-        if (chunks && !a->mass) store_sums(a, own, k->count, chunks);
         if (a->own) hide(a, q->first_row + r, k->first, k->count, own);
         for (int64_t t = 0; t < k->place; t++) scores[r][t] = -INFINITY;
         for (int64_t t = end; t < padded; t++) scores[r][t] = -INFINITY;
         shrink[r] = weigh(scores[r], padded, q->peak + r, q->total + r);
-        if (chunks && a->mass) store_masses(a, own, k->count, q->peak[r], chunks);
+        if (chunks) store_masses(a, own, k->count, q->peak[r], chunks);
     }
 }
 

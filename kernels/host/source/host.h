@@ -59,8 +59,7 @@ typedef struct {
        after the one it follows: row r sees those in row r % own of `visible` [own, drafted]; `own`
        if `visible` is NULL
    window: how many tokens up to its own a row sees, 0 for all
-   scores: scores of chunks of `chunk` tokens, from chunk `first_chunk` of a row; NULL for none
-   mass: whether a score is the log-sum-exp of a chunk's scores; else their sum */
+   scores: log-sum-exps of chunks of `chunk` tokens, from chunk `first_chunk` of a row; NULL for none */
 enum { INT8 = -1 };
 typedef struct {
     const float *query;
@@ -70,7 +69,7 @@ typedef struct {
         fresh;
     int64_t query_head, query_row, key_block, key_head, key_row, value_block, value_head,
         value_row;
-    int64_t scores_head, scores_row, first_chunk, chunk, mass;
+    int64_t scores_head, scores_row, first_chunk, chunk;
     float scale;
 } Attention;
 

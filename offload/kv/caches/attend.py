@@ -64,7 +64,7 @@ class PassCache:
         query = rope_into(qkv, *batch.rotation, keys, values, store.tail_length + batch.first)
         self._batch = batch
         locations = store.locations(layer)
-        scores = self._scores if self._scores and self._scores.enabled else None
+        scores = self._scores
         if not locations and scores is None and batch.visible is None:
             # A sequence that fills no block has nothing to merge.
             rows = query.reshape(store.shape.kv_heads, -1, query.shape[2])

@@ -113,7 +113,7 @@ class ProcessorAttention:
         scores = None
         if into is not None:
             chunks = len(blocks.locations) * -(-self._shape.block_tokens // into.size)
-            scores = ScoreBuffer(room(*query.shape[:2], chunks), 0, into.size, into.mass)
+            scores = ScoreBuffer(room(*query.shape[:2], chunks), 0, into.size)
 
         def compute() -> Partial:
             if after is not None:

@@ -374,11 +374,11 @@ def test_a_plan_of_a_file_keeps_what_no_flag_changes(capsys, tmp_path) -> None:
     options = ("llama2-7b-128k", "--gpu", "rtx4090", "--gpus", 2, "--context", 32768)
     figures(capsys, *options, "--save", first)
     raw = json.loads(first.read_text())
-    raw |= {"chunk_size": 16, "accept": "coupled", "retrieval": "mean", "budget": 4096}
+    raw |= {"chunk_size": 16, "accept": "coupled", "budget": 4096}
     first.write_text(json.dumps(raw))
     figures(capsys, *options[:3], "--plan", first, "--save", second)
     changed = json.loads(second.read_text())
-    names = ("chunk_size", "accept", "retrieval", "budget", "gpus", "context_tokens")
+    names = ("chunk_size", "accept", "budget", "gpus", "context_tokens")
     assert {name: changed[name] for name in names} == {name: raw[name] for name in names}
     # Layers of the plan's own blocks.
     third = figures(capsys, *options[:3], "--plan", first, "--resident-kv", "2layers")

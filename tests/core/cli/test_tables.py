@@ -69,7 +69,7 @@ RUN: dict[str, Any] = {
         **{"kv_blocks": 1024, "resident_kv_blocks": 804, "block_tokens": 4096},
     },
     "levels": ["SmolLM2-135M-Instruct", "retrieval", "target"],
-    "retrieval": {"budget_tokens": 4096, "policy": "mass"},
+    "retrieval": {"budget_tokens": 4096},
     "acceptance": {"target": 0.974, "retrieval": 0.5},
     "draft_tokens": {
         **{"mean": 17.3, "inner_mean": 2.5, "examined": 900, "inner_examined": 4, "trees": 7}

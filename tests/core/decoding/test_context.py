@@ -29,7 +29,7 @@ METHODS = {
     "autoregressive": {"method": "autoregressive"},
     "ngram": {"method": "speculative", "draft_tokens": 6},
     "retrieval": {"draft": "none", "budget": 32, "draft_tokens": 5},
-    "mean": {"draft": "ngram", "budget": 24, "chunk_size": 4, "retrieval": "mean"},
+    "small chunks": {"draft": "ngram", "budget": 24, "chunk_size": 4},
     "model": {"draft": "{model}", "budget": 48, "draft_tokens": 7, "inner_draft_tokens": 3},
 }
 

@@ -87,7 +87,7 @@ def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
         monkeypatch.setattr(dispatch, "_forced", name)
         mode = same_bits if name == TRITON else "auto"
         with Engine.from_pretrained(path, same_bits=mode, **options) as engine:
-            texts[name] = engine.generate(prompt, SamplingParams(9, temperature=0))
+            texts[name] = engine.generate(prompt, SamplingParams(7, temperature=0))
     assert all(text.token_ids == texts[REFERENCE].token_ids for text in texts.values())
     assert texts[TRITON].stats["retrieval"]["churn"] is not None, "it was refreshed"
     for kernel, paths in OF_TRITON.items():

@@ -45,7 +45,6 @@ def test_the_text_is_that_of_exact_kv(tiny, family: str) -> None:
         {"kv": "split", "dtype": "bfloat16"},
         {"weights": "split", "draft_weights": "split", "dtype": "bfloat16"},
         pytest.param({"gpus": 2}, marks=pytest.mark.slow),
-        {"retrieval": "mean"},
         {"draft": "ngram"},
     ],
     ids=str,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, make_model, random_ids
+from helpers import FAMILIES, make_model, random_ids, turns
 from same_bits_runs import (
     FORMATS,
     alone,
@@ -60,7 +61,7 @@ def models(tmp_path_factory):
     return of
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -68,9 +69,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("family", "dtype", "threads"),
+    [
+        (family, *each)
+        for index, family in enumerate(FAMILIES)
+        for each in turns(product(DTYPES, (1, 3)), index, 2)
+    ],
+    indirect=["threads"],
+)
 def test_a_row_has_the_same_bits_in_every_forward(
     models, family: str, dtype: str, threads: int
 ) -> None:

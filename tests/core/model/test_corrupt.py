@@ -11,7 +11,7 @@ from pathlib import Path
 import mutants
 import pytest
 
-MUTANTS = int(os.environ.get("TRIFORCE_MUTANTS", "2000"))
+MUTANTS = int(os.environ.get("TRIFORCE_MUTANTS", "500"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,6 @@ from triforce_core.settings import (
     DRAFT_KV,
     DRAFT_WEIGHTS,
     METHODS,
-    RETRIEVAL,
     EngineConfig,
     MachineSettings,
     MethodSettings,
@@ -330,12 +329,6 @@ def _add_retrieval(group: Options) -> None:
         expert=True,
         type=int,
         metavar="TOKENS",
-    )
-    add(
-        "retrieval",
-        "how chunks are chosen: by their attention mass, or by mean keys",
-        expert=True,
-        choices=RETRIEVAL,
     )
     add(
         "draft_weights",

@@ -172,7 +172,7 @@ def _levels(stats: dict[str, Any]) -> str:
     drafted, cache = stats["draft_tokens"], stats["retrieval"]
     text = " > ".join(stats["levels"])
     if cache:
-        text += f"; retrieval cache of {cache['budget_tokens']} tokens, by {cache['policy']}"
+        text += f"; retrieval cache of {cache['budget_tokens']} tokens"
     for level, mean in (("target", drafted["mean"]), ("retrieval", drafted["inner_mean"])):
         if accepted := accepted_drafts(stats, level):
             text += f"; {level} accepts {accepted}, in drafts of {mean:.1f}"

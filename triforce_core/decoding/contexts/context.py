@@ -174,7 +174,6 @@ class Context:
         """Join a pass that is about to run. Return this context's part of the forward batch."""
         self.tell(calls.RunPass(ask.tokens, ask.parents, ask.is_kept, ask.more))
         self.logits = self.hidden = None
-        self.levels.expect(ask.tokens.shape[0])
         start, device = self.length, self.model.device
         if ask.parents is None:
             return ForwardBatch.text(ask.tokens, start, device)

@@ -13,7 +13,7 @@ from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.drafters.mtp import MtpDrafter
 from triforce_core.decoding.drafters.ngram import NGramDrafter
 from triforce_core.decoding.drafters.resident import ResidentModel
-from triforce_core.decoding.drafters.retrieval import POLICIES, RetrievalCache
+from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_core.decoding.drafters.small_model import SmallModelDrafter, WindowCache
 from triforce_core.decoding.levels import Drafter, Nothing
 from triforce_core.plan.levels import LONGEST_RECORDED, SINKS, fitting_budget
@@ -55,11 +55,6 @@ class DraftLevels:
         """Prepare for the prefill of a request. Waits for the device."""
         if self.retrieval:
             self.retrieval.begin()
-
-    def expect(self, rows: int) -> None:
-        """Prepare for a pass of `rows` rows."""
-        if self.retrieval:
-            self.retrieval.expect(rows)
 
     def refresh(self, scored: int) -> None:
         """See `Context.refresh`."""
@@ -165,7 +160,6 @@ class DraftLevels:
             demand.kv,
             method.chunk_size,
             demand.context_tokens,
-            POLICIES[method.retrieval],
             runtime.memory,
         )
         resources.callback(scores.close)
@@ -205,7 +199,6 @@ def retrieval_cache(models: Models, sequence: SequenceKV, scores: ChunkScores) -
         reader(kv, runtime.link, runtime.host, collected),
         runtime.memory,
         scores,
-        method.retrieval,
         budget,
         method.chunk_size,
         needs.max_draft_tokens,

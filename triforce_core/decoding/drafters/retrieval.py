@@ -13,20 +13,13 @@ from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.gather import Reader
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
-from triforce_offload.kv.scores import ChunkScores, Score
+from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
 from triforce_offload.link.waiting import number
 from triforce_offload.memory.device import DeviceMemory
 
-# mass: exact attention mass of the queries of passes; chunks are chosen again after every pass.
-# mean: query times mean key; chunks are chosen once after prefill, as in the published TriForce,
-# and again only when new tokens have taken a quarter of the budget.
-POLICIES = {"mass": Score.MASS, "mean": Score.MEAN}
-
 # Recent tokens that are always included, besides the first chunk and the incomplete chunk.
 _NEWEST_TOKENS = 32
-# `mean` chooses again when new tokens have taken this share of the budget, as a divisor.
-_MEAN_REFRESH = 4
 
 
 class RetrievalCache:
@@ -45,7 +38,6 @@ class RetrievalCache:
         reader: Reader,
         memory: DeviceMemory,
         scores: ChunkScores,
-        policy: str,
         budget: int,
         chunk_tokens: int,
         max_draft_tokens: int,
@@ -63,7 +55,6 @@ class RetrievalCache:
         self.budget = budget
         self._store = store
         self._scores = scores
-        self._policy = policy
         self._chunk = chunk_tokens
         self._slots = budget // chunk_tokens
         self._newest = min(self._slots - 1, max(1, _NEWEST_TOKENS // chunk_tokens))
@@ -81,7 +72,6 @@ class RetrievalCache:
         self._chunk_of = self._chunk_of.view(shape.layers, shape.kv_heads, self._slots).fill_(-1)
         self._drafted = DraftedRows()
         self._filled = 0
-        self._chosen_at = 0
         self._measured_at = 0
         self.begin()
 
@@ -107,10 +97,8 @@ class RetrievalCache:
         self._drafted.keep(rows)
 
     def begin(self) -> None:
-        """Prepare for the prefill of a request, which scores all chunks. Waits for the device."""
+        """Prepare for the prefill of a request. Waits for the device."""
         self._reader.release()
-        self._base_scores: torch.Tensor | None = None
-        self._scores.enabled = True
         self._first = True
         self._chosen = 0
         # A tensor on the device, so that counting never waits.
@@ -129,10 +117,6 @@ class RetrievalCache:
         """Bytes of chunks that the device itself read from host memory. Raises LinkError."""
         return self._reader.bytes_read - self._read_before
 
-    def expect(self, tokens: int) -> None:
-        """Prepare for a pass of `tokens` tokens: it collects scores only if they will be used."""
-        self._scores.enabled = self._policy == "mass" or self._is_due(tokens)
-
     def refresh(self, tokens: int) -> None:
         """Take over the tokens that the last pass or prefill kept: choose chunks, copy those that
         changed, and forget drafted tokens.
@@ -149,8 +133,8 @@ class RetrievalCache:
             self._first = True
             self.kv.measure_again(self._store.length)
         if chunks:
-            scores = self._current_scores(tokens, chunks)
-            moves = choose_chunks(scores, self._chunk_of, chunks, self._newest)
+            worth = self._worth(tokens, chunks)
+            moves = choose_chunks(worth, self._chunk_of, chunks, self._newest)
             self._filled = min(self._slots, chunks)
             self.kv.gather(moves, self._reader, self._chunk)
             self._reader.count(moves, self._chunk)
@@ -185,20 +169,6 @@ class RetrievalCache:
         self.kv.recent.forget()
         self._drafted.forget()
 
-    def _is_due(self, tokens: int) -> bool:
-        grown = self._store.length + tokens - self._chosen_at
-        return grown * _MEAN_REFRESH > self.budget
-
-    def _current_scores(self, tokens: int, chunks: int) -> torch.Tensor:
-        """Return scores [layers, kv_heads, chunks]. Chunks newer than the scores rank highest."""
-        if self._base_scores is None or self._scores.enabled:
-            scores = self._scores.take(tokens, chunks)
-            self._chosen_at = self._store.length
-            if self._policy == "mean":
-                self._base_scores = scores
-                self._scores.enabled = False
-            return scores
-        base = self._base_scores
-        # Later chunks rank above any score, the newest highest.
-        later = 1e20 * torch.arange(1, 1 + chunks - base.shape[2], device=base.device)
-        return torch.cat((base, later.expand(*base.shape[:2], -1)), -1)
+    def _worth(self, tokens: int, chunks: int) -> torch.Tensor:
+        """Return what each chunk is worth, [layers, kv_heads, chunks] float32."""
+        return self._scores.take(tokens, chunks)
