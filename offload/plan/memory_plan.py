@@ -24,7 +24,8 @@ class Where(Enum):
     """Where the exact weights of a layer are between passes.
 
     SPLIT: high bits on the device, low bits in host memory
-    PROCESSOR: in host memory, where the processor computes with them in passes
+    HOST, PROCESSOR: in host memory, all of them or the experts alone; in passes they cross the
+        link, or the processor computes with them where they are
     FILE: in the checkpoint's files, which every pass reads
     """
 
@@ -41,12 +42,14 @@ class LayerPlan:
 
     nbytes: size of its exact weights as they are stored
     low_bytes: size of the low bits of its split matrices; 0 if nothing is split
+    expert_bytes: size of its experts, if these alone are away; else 0
     copy_bytes: size of its int4 draft copy on the device; 0 for none
     """
 
     where: Where
     nbytes: int
     low_bytes: int = 0
+    expert_bytes: int = 0
     copy_bytes: int = 0
 
     @property
@@ -54,7 +57,8 @@ class LayerPlan:
         """Bytes of exact weights that stay on the device."""
         if self.where is Where.DEVICE:
             return self.nbytes
-        return self.nbytes - self.low_bytes if self.where is Where.SPLIT else 0
+        away = self.low_bytes if self.where is Where.SPLIT else self.expert_bytes
+        return self.nbytes - away if away else 0
 
     @property
     def prefill_bytes(self) -> int:
@@ -69,7 +73,7 @@ class LayerPlan:
     @property
     def processor_bytes(self) -> int:
         """Bytes that the processor computes with in each pass, of experts all that there are."""
-        return self.nbytes if self.where is Where.PROCESSOR else 0
+        return self.prefill_bytes if self.where is Where.PROCESSOR else 0
 
     @property
     def host_bytes(self) -> int:
@@ -161,7 +165,7 @@ class MemoryPlan:
     @cached_property
     def layers(self) -> tuple[LayerPlan, ...]:
         needs, placement = self.requirements, self.placement
-        copies = set(placement.int4_layers)
+        copies, apart = set(placement.int4_layers), set(placement.expert_layers)
         where = dict.fromkeys(placement.streamed_layers, Where.HOST)
         for kind, layers in (
             (Where.SPLIT, placement.split_layers),
@@ -172,8 +176,9 @@ class MemoryPlan:
         plans = []
         for layer, nbytes in enumerate(needs.layer_bytes):
             low = needs.low_bytes[layer] if needs.low_bytes else 0
+            experts = needs.expert_bytes[layer] if layer in apart and needs.expert_bytes else 0
             copy = needs.int4_bytes[layer] if layer in copies and needs.int4_bytes else 0
-            plans.append(_layer_plan(where.get(layer, Where.DEVICE), nbytes, low, copy))
+            plans.append(_layer_plan(where.get(layer, Where.DEVICE), nbytes, low, experts, copy))
         return tuple(plans)
 
     @cached_property
@@ -234,6 +239,7 @@ class MemoryPlan:
             "file_layers": sum(layer.where is Where.FILE for layer in self.layers),
             "split_layers": sum(layer.where is Where.SPLIT for layer in self.layers),
             "processor_layers": sum(layer.where is Where.PROCESSOR for layer in self.layers),
+            "expert_layers": sum(layer.expert_bytes > 0 for layer in self.layers),
         }
 
     @property
@@ -302,6 +308,10 @@ class MemoryPlan:
             )
         if placement.split_layers and not needs.low_bytes:
             raise UsageError("split_layers of a placement are of weights that are split")
+        if placement.expert_layers and not needs.expert_bytes:
+            raise UsageError(
+                "expert_layers of a placement are of weights with experts that are not split"
+            )
         if (needed := self.device_bytes) > limit_bytes:
             raise DoesNotFitError(
                 "device memory for this placement", needed, limit_bytes, "let more of it stream"

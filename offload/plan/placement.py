@@ -26,10 +26,12 @@ class Placement:
         room for them
     split_layers: streamed layers of which only the low bits stream; the high bits stay on the
         device and draft
+    expert_layers: streamed layers of which only the experts are away; the rest of them is on the
+        device
     processor_kv: share of the KV blocks in host memory alone to which the processor attends in
         passes, where they are
     processor_layers: streamed layers that only prefills copy to the device; in a pass the processor
-        computes them, where they are in host memory
+        computes them, or their experts alone if the rest is on the device
     """
 
     streamed_layers: tuple[int, ...]
@@ -44,6 +46,7 @@ class Placement:
     split_layers: tuple[int, ...] = ()
     processor_layers: tuple[int, ...] = ()
     processor_kv: float = 0.0
+    expert_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that no placement can have."""
@@ -51,10 +54,11 @@ class Placement:
             layers = getattr(self, name)
             if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
                 raise UsageError(f"{name} of a placement cannot be {layers!r}")
-        for name in _OF_STREAMED:
+        for name in (*_OF_STREAMED, "expert_layers"):
             if not set(layers := getattr(self, name)) <= set(self.streamed_layers):
                 raise UsageError(f"{name} {list(layers)} are not all streamed_layers")
-        for name, other in combinations(_OF_STREAMED, 2):
+        apart = [("expert_layers", name) for name in ("split_layers", "file_layers")]
+        for name, other in (*combinations(_OF_STREAMED, 2), *apart):
             if both := sorted(set(getattr(self, name)) & set(getattr(self, other))):
                 raise UsageError(f"layers {both} cannot be both {name} and {other}")
         if not isinstance(self.embedding_resident, bool):
@@ -95,7 +99,7 @@ def left_to_processor(share: float, blocks: int) -> int:
 
 # Each streamed layer is in one of these at most.
 _OF_STREAMED = ("file_layers", "split_layers", "processor_layers")
-LAYER_LISTS = ("streamed_layers", "int4_layers", *_OF_STREAMED)
+LAYER_LISTS = ("streamed_layers", "int4_layers", *_OF_STREAMED, "expert_layers")
 _COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "reclaimed_kv_blocks")
 
 

@@ -24,11 +24,13 @@ def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
     if everything.device_bytes <= limit_bytes:
         return everything
     streamed = 0
-    # Either all high bits are on the device, with which the whole model drafts, or none.
-    split = bool(needs.low_bytes)
-    if split:
-        split = _least(needs, needs.layers, split=True).device_bytes <= limit_bytes
-    least = _least(needs, streamed, split=split)
+    # Either the first parts of all layers are on the device, or none: the high bits, with which the
+    # whole model drafts, or all but the experts. Int4 copies are of whole layers, so with them
+    # nothing of a streamed layer is on the device twice.
+    last = needs.low_bytes or (() if needs.int4_bytes else needs.expert_bytes)
+    if last and _least(needs, needs.layers, parted=True).device_bytes > limit_bytes:
+        last = ()
+    least = _least(needs, streamed, parted=bool(last))
     while (spare := limit_bytes - least.device_bytes) < 0:
         if streamed == needs.layers:
             raise DoesNotFitError(
@@ -40,10 +42,10 @@ def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
             )
         # At most half of the layers that the missing bytes require: no layer frees more than the
         # largest one, but which layers stream changes too.
-        largest = max(needs.low_bytes if split else needs.layer_bytes)
+        largest = max(last or needs.layer_bytes)
         streamed += max(1, -spare // (2 * largest))
         streamed = min(streamed, needs.layers)
-        least = _least(needs, streamed, split=split)
+        least = _least(needs, streamed, parted=bool(last))
     embedding_resident = needs.embedding_bytes <= spare
     if embedding_resident:
         spare -= needs.embedding_bytes
@@ -99,10 +101,13 @@ def _everything(needs: Requirements) -> MemoryPlan:
     )
 
 
-def _least(needs: Requirements, streamed: int, *, split: bool = False) -> MemoryPlan:
-    """Return the smallest plan that streams `streamed` layers, or their low bits if `split`."""
+def _least(needs: Requirements, streamed: int, *, parted: bool = False) -> MemoryPlan:
+    """Return the smallest plan that streams `streamed` layers; if `parted`, their low bits or their
+    experts.
+    """
     kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if needs.kv_blocks else (0, 0)
     layers = spread(streamed, needs.layers)
+    split = parted and bool(needs.low_bytes)
     placement = Placement(
         layers,
         False,
@@ -112,6 +117,7 @@ def _least(needs: Requirements, streamed: int, *, split: bool = False) -> Memory
         staging_slots,
         int4_layers=_copied(needs, () if split else layers),
         split_layers=layers if split else (),
+        expert_layers=layers if parted and not split else (),
     )
     return MemoryPlan(needs, placement)
 
@@ -130,7 +136,8 @@ def place_on_host(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
     whole = [i for i, layer in enumerate(plan.layers) if layer.where in (Where.HOST, Where.FILE)]
     for count in range(len(plan.placement.file_layers), len(whole) + 1):
         in_files = tuple(whole[i] for i in spread(count, len(whole))) if count else ()
-        placed = plan.placed(file_layers=in_files)
+        apart = tuple(i for i in plan.placement.expert_layers if i not in in_files)
+        placed = plan.placed(file_layers=in_files, expert_layers=apart)
         if placed.host_bytes <= limit_bytes:
             break
     return placed
@@ -149,6 +156,43 @@ def place_on_processor(plan: MemoryPlan, count: int) -> MemoryPlan:
     whole = for_processor(plan)
     chosen = spread(count, len(whole)) if count else ()
     return plan.placed(processor_layers=tuple(whole[i] for i in chosen))
+
+
+def with_kv_instead(plan: MemoryPlan, more: int) -> MemoryPlan:
+    """Return the plan in which `more` further layers stream, and KV blocks have their place on the
+    device: for a processor that computes these layers faster than the KV crosses. It takes no more
+    device memory. Return the plan itself if it has copies of layers, split layers or layers in
+    files, or if nothing is gained.
+    """
+    needs, placement = plan.requirements, plan.placement
+    count = len(placement.streamed_layers) + more
+    fixed = placement.int4_layers or placement.split_layers or placement.file_layers
+    if fixed or not more or count > needs.layers:
+        return plan
+    layers = spread(count, needs.layers)
+    whole = placement.streamed_layers and not placement.expert_layers
+    changed = plan.placed(
+        streamed_layers=layers,
+        weight_slots=max(placement.weight_slots, min(WEIGHT_SLOTS, count)),
+        expert_layers=() if whole or not needs.expert_bytes else layers,
+    )
+    blocks = max(0, plan.device_bytes - changed.device_bytes) // needs.kv.block_bytes
+    if not blocks:
+        return plan
+    resident = min(needs.kv_blocks, plan.kv.resident + blocks)
+    reclaimed = min(placement.reclaimed_kv_blocks, needs.kv_blocks - resident)
+    return changed.placed(resident_kv_blocks=resident, reclaimed_kv_blocks=reclaimed)
+
+
+def layers_for_kv(plan: MemoryPlan) -> set[int]:
+    """Return numbers of further layers that might stream for the KV to stay on the device: none, as
+    many as all KV needs, and half of these.
+    """
+    sizes = plan.requirements.expert_bytes or plan.requirements.layer_bytes
+    left = plan.requirements.layers - len(plan.placement.streamed_layers)
+    needed = math.ceil(plan.kv.away * plan.kv.shape.block_bytes / max(sizes))
+    most = min(left, needed)
+    return {0, most // 2, most}
 
 
 def spread(count: int, layers: int) -> tuple[int, ...]:

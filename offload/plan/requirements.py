@@ -17,6 +17,8 @@ class Requirements:
     layer_bytes: size of each layer's weights as they are stored
     low_bytes: size of the low bits of split matrices in each layer, which only passes read; empty
         if there are none
+    expert_bytes: size of each layer's experts, which may be away while the rest of the layer is on
+        the device; empty if there are none
     head_bytes: size of final norm and output matrix, which are always on the device
     embedding_bytes: size of the input embedding if it is a matrix of its own, 0 if it is tied to
         the head
@@ -49,6 +51,7 @@ class Requirements:
     int4_all: bool = False
     decoding_bytes: int = 0
     low_bytes: tuple[int, ...] = ()
+    expert_bytes: tuple[int, ...] = ()
     kv_layers: tuple[int, ...] = ()
     windows: WindowShape | None = None
     states: StateShape | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -23,23 +23,33 @@ class FlatLayout:
     """Where each named tensor is in a flat buffer of `nbytes` bytes. Each tensor has its own
     format.
 
-    low_offsets: offsets of the low bits of split tensors, which come after everything else
-    high_bytes: bytes before these
+    The buffer has two parts, of which the last may be elsewhere than the first: the low bits of
+    split tensors, or the experts of a layer without split tensors.
+
+    low_offsets: offsets of the low bits of split tensors
+    first_bytes: bytes of the first part
     """
 
     formats: Mapping[str, Format]
     offsets: Mapping[str, int]
     low_offsets: Mapping[str, int]
-    high_bytes: int
+    first_bytes: int
     nbytes: int
 
     @classmethod
-    def of(cls, formats: Mapping[str, Format]) -> FlatLayout:
+    def of(cls, formats: Mapping[str, Format], experts: Collection[str] = ()) -> FlatLayout:
+        """experts: names of the tensors of experts"""
         offsets, low_offsets, end = {}, {}, 0
+        splits = any(stored.split for stored in formats.values())
+        last = [] if splits else [name for name in formats if name in experts]
         for name, stored in formats.items():
+            if name not in last:
+                offsets[name] = end
+                end += aligned(stored.high_bytes)
+        first_bytes = end
+        for name in last:
             offsets[name] = end
-            end += aligned(stored.high_bytes)
-        high_bytes = end
+            end += aligned(formats[name].high_bytes)
         for name, stored in formats.items():
             if stored.split:
                 low_offsets[name] = end
@@ -48,14 +58,19 @@ class FlatLayout:
             MappingProxyType(dict(formats)),
             MappingProxyType(offsets),
             MappingProxyType(low_offsets),
-            high_bytes,
+            first_bytes,
             end,
         )
 
     @property
     def low_bytes(self) -> int:
         """Bytes of the low bits, which only passes read."""
-        return self.nbytes - self.high_bytes
+        return self.nbytes - self.first_bytes if self.low_offsets else 0
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the experts, if these are the last part."""
+        return 0 if self.low_offsets else self.nbytes - self.first_bytes
 
     def decoded(self) -> Iterator[Matrix]:
         """Yield the matrices, or parts of matrices, that products have to decode."""
@@ -64,18 +79,19 @@ class FlatLayout:
 
     def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
         """Return the named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
-        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes : self.nbytes])
+        return self.joined(buffer[: self.first_bytes], buffer[self.first_bytes : self.nbytes])
 
-    def joined(self, buffer: torch.Tensor, low: torch.Tensor | None) -> dict[str, Weight]:
-        """Return the named tensors as views of two buffers, of `high_bytes` and of `low_bytes`.
-        Without the second buffer, return what the high bits alone give.
-        """
+    def joined(self, first: torch.Tensor, last: torch.Tensor) -> dict[str, Weight]:
+        """Return the named tensors as views of two buffers with the two parts."""
         views: dict[str, Weight] = {}
         for name, stored in self.formats.items():
-            high = buffer[self.offsets[name] :]
-            if low is None:
-                views[name] = stored.high(high)
-            else:
-                first = self.low_offsets.get(name, self.high_bytes) - self.high_bytes
-                views[name] = stored.joined(high, low[first:])
+            offset, low = self.offsets[name], self.low_offsets.get(name, self.first_bytes)
+            apart = offset >= self.first_bytes
+            high = last[offset - self.first_bytes :] if apart else first[offset:]
+            views[name] = stored.joined(high, last[low - self.first_bytes :])
         return views
+
+    def high(self, buffer: torch.Tensor) -> dict[str, Weight]:
+        """Return the named tensors as the high bits alone give them, which `buffer` has."""
+        formats, offsets = self.formats.items(), self.offsets
+        return {name: stored.high(buffer[offsets[name] :]) for name, stored in formats}

@@ -58,7 +58,7 @@ class Location(Protocol):
 class LayerLocation(Location, Protocol):
     """Where the weights of a layer are, and which tensors passes and the retrieval level read.
 
-    by_processor: whether the processor computes with them, where they are in host memory
+    by_processor: whether the processor computes the whole layer, where it is in host memory
     """
 
     by_processor: bool
@@ -89,7 +89,7 @@ class DeviceLocation:
         return layout.views(came)
 
     def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
-        return layout.joined(self.memory, None) if high else layout.views(self.memory)
+        return layout.high(self.memory) if high else layout.views(self.memory)
 
 
 class HostLocation:
@@ -114,19 +114,23 @@ class HostLocation:
 
 
 class ProcessorLocation:
-    """A layer in host memory, with which the processor computes where it is."""
+    """A layer in host memory, with which the processor computes where it is: all of the layer, or
+    its experts alone.
+    """
 
-    dense, by_processor, source = False, True, None
+    dense, source = False, None
 
-    def __init__(self, host: HostLocation) -> None:
-        self.host = host
-        self.memory = host.memory
+    def __init__(self, streamed: HostLocation | SplitLocation) -> None:
+        """streamed: the location for prefills, for which the same bytes cross the link"""
+        self._streamed = streamed
+        self.memory = streamed.source.bytes
+        self.by_processor = streamed.memory is self.memory
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         return self.memory
 
     def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
-        return layout.views(came)
+        return self._streamed.views(layout, came)
 
 
 class DenseLocation(HostLocation):
@@ -138,16 +142,16 @@ class DenseLocation(HostLocation):
 
 
 class SplitLocation:
-    """A split layer: its first bytes, which include the high bits, stay on the device; its last
-    bytes, the low bits, cross the link.
+    """A layer in two parts: the first stays on the device, the last crosses the link. The last part
+    has the low bits of split tensors, or the layer's experts.
     """
 
     by_processor = False
 
-    def __init__(self, resident: torch.Tensor, low: torch.Tensor) -> None:
-        """resident: bytes on the device; low: bytes on the host."""
+    def __init__(self, resident: torch.Tensor, last: torch.Tensor) -> None:
+        """resident: bytes on the device; last: bytes on the host."""
         self.memory = resident
-        self.source = Source(low)
+        self.source = Source(last)
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         """Return the streamed bytes; the other bytes are in `memory`."""
@@ -157,7 +161,7 @@ class SplitLocation:
         return layout.joined(self.memory, came)
 
     def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
-        return layout.joined(self.memory, None)
+        return layout.high(self.memory)
 
 
 class FileLocation:

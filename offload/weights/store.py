@@ -113,15 +113,15 @@ class WeightStore:
                 case Where.DEVICE:
                     self.locations.append(DeviceLocation(device))
                     views.append(layout.views(device))
-                case Where.SPLIT:
-                    self.locations.append(SplitLocation(device, host_part))
-                    views.append(layout.joined(device, host_part))
-                case Where.HOST | Where.PROCESSOR:
+                case Where.HOST | Where.PROCESSOR if not plan.device_bytes:
                     self.locations.append(HostLocation(host_part))
                     views.append(layout.views(host_part))
                 case Where.FILE:
                     self.locations.append(FileLocation(_FilledLayer(layer, layout, fill)))
                     views.append(None)
+                case _:  # a part on the device, and a part in host memory
+                    self.locations.append(SplitLocation(device, host_part))
+                    views.append(layout.joined(device, host_part))
         return views
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers import FAMILIES, PLACEMENTS, random_ids
+from helpers import FAMILIES, PLACEMENTS, make_model, random_ids
 from simulated_gpu import TOKENS
 
 from triforce_core import Engine, SamplingParams
@@ -70,6 +70,33 @@ def test_the_processor_computes_what_would_cross_a_slow_link(tiny, monkeypatch, 
             counts[share] = engine.memory_plan.layer_counts["processor_layers"]
     assert (counts["auto"] > 0) == (rates is not None and rates.bytes_per_second > 2e6)
     assert counts["off"] == 0
+
+
+def test_experts_go_to_the_processor_and_kv_to_the_device(tmp_path, monkeypatch) -> None:
+    """As in the plan: as many layers are away, and the text stays."""
+    path = tmp_path
+    make_model("mixtral", path, num_hidden_layers=8)
+    prompt = random_ids(150)
+    with Engine.from_pretrained(path, device="cpu", max_context=200) as engine:
+        expected = engine.generate(prompt, GREEDY).token_ids
+    slow = replace(named("rtx4090", 4), link_bytes_per_second=2e6)
+    monkeypatch.setattr(by_time, "measure_processor", lambda: ProcessorRates(60e9, 1e12))
+    monkeypatch.setattr("triforce_core.loading.load.rates", lambda *_: slow)
+    monkeypatch.setattr("triforce_core.loading.devices.backend", lambda device: TRITON)
+    chosen, choose = [], by_time.choose
+    monkeypatch.setattr(by_time, "choose", lambda case: chosen.append(choose(case)) or chosen[-1])
+    options = {"max_context": 200, "dtype": "float32", "block_tokens": 16, "device": "cuda:0"}
+    with Engine.from_pretrained(path, placement=PLACEMENTS["resident"], **options) as engine:
+        plan = engine.memory_plan
+    # Less than everything takes, by two layers.
+    options |= {"device_memory": LIBRARY_BYTES + plan.device_bytes - 2 * plan.layers[0].nbytes}
+    with Engine.from_pretrained(path, **options) as engine:
+        assert engine.generate(prompt, GREEDY).token_ids == expected
+        mine, planned = engine.memory_plan.placement, chosen[-1].memory.placement
+    assert mine.expert_layers == mine.processor_layers
+    # An engine that learns how long drafts are takes more workspace than a plan with one length.
+    assert len(mine.processor_layers) >= len(planned.processor_layers) > 0
+    assert engine.memory_plan.weights_link_bytes == 0
 
 
 def test_the_same_bits_exclude_what_the_processor_computes(tiny, monkeypatch) -> None:

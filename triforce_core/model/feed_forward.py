@@ -10,6 +10,10 @@ from triforce_offload.errors import CheckpointError
 
 # Tensors in which the matrices of all experts stand one above the other.
 EXPERT_PARTS = ("experts_gate_up", "experts_down")
+# All tensors of the experts, which may be elsewhere than the rest of their layer.
+EXPERT_TENSORS = frozenset(
+    (*EXPERT_PARTS, "experts_gate_bias", "experts_up_bias", "experts_down_bias")
+)
 
 
 class Activation(Enum):

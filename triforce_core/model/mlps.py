@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from triforce_core.model.elsewhere import moved
 from triforce_core.model.feed_forward import (
     Activation,
     DenseMLP,
@@ -87,12 +88,16 @@ class ExpertsMLP:
     def _experts(
         self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        biases = None
+        biases, here = None, x.device
         if self._spec.biases:
             gate_up = torch.cat((w["experts_gate_bias"], w["experts_up_bias"]), 1)
             biases = gate_up.to(x.dtype), w["experts_down_bias"].to(x.dtype)
         experts = grouped.Experts(self._spec.count, w["experts_gate_up"], w["experts_down"], biases)
-        return grouped.gated_experts(x, experts, chosen, weights, self._gated, come)
+        # The processor may have them, and none of the rest of the layer.
+        there = experts.down.device
+        x, chosen, weights = (moved(each, there) for each in (x, chosen, weights))
+        out = grouped.gated_experts(x, experts, chosen, weights, self._gated, come)
+        return moved(out, here)
 
     def _shared(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
         return linear(self._gated(linear(normed, w["gate_up"])), w["down"])

@@ -9,7 +9,7 @@ from itertools import chain
 from math import prod
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.feed_forward import EXPERT_PARTS
+from triforce_core.model.feed_forward import EXPERT_PARTS, EXPERT_TENSORS
 from triforce_core.model.layers import FLOAT32_PARTS, DeltaNet, ShortConv
 from triforce_core.model.sharing.share import Pieces
 from triforce_kernels import limits
@@ -77,9 +77,8 @@ def _dense_tensor(name: str, shape: tuple[int, ...], dtype: ElementType) -> Dens
 
 
 def _dense(shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLayout:
-    return FlatLayout.of(
-        {name: _dense_tensor(name, shape, dtype) for name, shape in shapes.items()}
-    )
+    formats = {name: _dense_tensor(name, shape, dtype) for name, shape in shapes.items()}
+    return FlatLayout.of(formats, EXPERT_TENSORS)
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def _layouts(
             else _dense_tensor(name, shape, dtype)
             for name, shape in shapes.items()
         }
-        return FlatLayout.of(formats)
+        return FlatLayout.of(formats, EXPERT_TENSORS)
 
     hidden, ends = config.hidden, (config.vocab_rows, config.hidden)
     return Layouts(

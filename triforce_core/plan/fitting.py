@@ -18,6 +18,7 @@ from triforce_offload.plan.placing import (
     least_bytes,
     place,
     place_on_processor,
+    with_kv_instead,
 )
 from triforce_offload.plan.requirements import Requirements
 
@@ -87,10 +88,13 @@ def fit(
 class HostShares(NamedTuple):
     """What the processor computes in passes: shares of the layers that it may compute, and of the
     KV blocks that would cross the link.
+
+    streamed: how many layers stream at least, so that KV has their place on the device
     """
 
     layers: float
     kv: float
+    streamed: int = 0
 
     @classmethod
     def asked(cls, share: float, layouts: Layouts) -> HostShares:
@@ -108,8 +112,12 @@ class HostShares(NamedTuple):
     def of(cls, memory: MemoryPlan) -> HostShares:
         """Return the shares of a plan."""
         placement, may = memory.placement, len(for_processor(memory))
-        layers = len(placement.processor_layers)
-        return cls(layers / may if may else 0.0, placement.processor_kv)
+        layers, streamed = len(placement.processor_layers), len(placement.streamed_layers)
+        return cls(layers / may if may else 0.0, placement.processor_kv, streamed if layers else 0)
+
+    def with_room(self, memory: MemoryPlan) -> MemoryPlan:
+        """Return the plan with as many streamed layers."""
+        return with_kv_instead(memory, max(0, self.streamed - len(memory.streamed_layers)))
 
     def applied(self, memory: MemoryPlan) -> MemoryPlan:
         """Return the plan with these shares."""

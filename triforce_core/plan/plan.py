@@ -159,6 +159,7 @@ class Plan:
                 for words, layers in (
                     ("{} on disk", placement.file_layers),
                     ("the high bits of {}", placement.split_layers),
+                    ("all but the experts of {}", placement.expert_layers),
                     ("{} computed by the processor", placement.processor_layers),
                 )
                 if layers
@@ -252,5 +253,5 @@ _OLD_SPLIT = "planes"
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "accept", "draft_weights", "draft_kv",
     "weights", "kv", "reclaimed_kv_blocks", "int4_layers",
-    "file_layers", "split_layers", "processor_layers", "processor_kv",
+    "file_layers", "split_layers", "processor_layers", "processor_kv", "expert_layers",
 }  # fmt: skip

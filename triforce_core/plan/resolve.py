@@ -113,9 +113,12 @@ def placed(
     Raises UsageError or DoesNotFitError.
     """
     fitted = fit(sizes, room.device_bytes, config.placement, most_budget)
-    memory = room.with_files(fitted.memory)
+    memory = fitted.memory
     if shares is None and config.host_compute != AUTO:
         shares = HostShares.asked(config.host_compute, sizes.weights)
+    if shares is not None:
+        memory = shares.with_room(memory)
+    memory = room.with_files(memory)
     if shares is not None:
         memory = shares.applied(memory)
     return replace(fitted, memory=memory)

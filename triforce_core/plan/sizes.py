@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -146,7 +147,8 @@ class ModelSizes:
         read_at_once = min(PREFILL_CHUNK, self.max_context)
         return Requirements(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
-            low_bytes=tuple(layer.low_bytes for layer in weights.layers) if weights.split else (),
+            low_bytes=_unless_zero(layer.low_bytes for layer in weights.layers),
+            expert_bytes=_unless_zero(layer.expert_bytes for layer in weights.layers),
             head_bytes=weights.head.nbytes,
             embedding_bytes=weights.embedding.nbytes if weights.embedding else 0,
             reading_bytes=reading_bytes(
@@ -313,3 +315,9 @@ class ModelSizes:
                     )
                     total += self.sequences * graphs
         return total
+
+
+def _unless_zero(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Return the numbers, or an empty tuple if all are 0."""
+    found = tuple(numbers)
+    return found if any(found) else ()

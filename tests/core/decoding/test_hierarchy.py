@@ -256,7 +256,6 @@ def test_pieces_say_where_their_tokens_come_from(speaking) -> None:
         ({"chunk_size": 32}, "chunk_size 32 is more than the 16 tokens of a block"),
         ({"budget": 0}, "budget must be a multiple of the chunk size 8, and at least 16, got 0"),
         ({"budget": 100}, "100"),
-        ({"retrieval": "best"}, "best"),
         ({"accept": "always"}, "always"),
         ({"draft": ""}, "draft must be"),
         ({"draft": "/nowhere/at/all"}, "/nowhere/at/all"),

@@ -17,7 +17,13 @@ from triforce_kernels.host.structures import FORMATS
 from triforce_kernels.weights.block_types import ALL_TYPES, WITH_LARGE_TABLES, BlockType
 from triforce_offload.errors import UsageError
 from triforce_offload.machine.profiles import named
-from triforce_offload.plan.placing import for_processor, place_on_processor
+from triforce_offload.plan.placing import (
+    for_processor,
+    layers_for_kv,
+    place,
+    place_on_processor,
+    with_kv_instead,
+)
 
 # A desktop: two channels of DDR5, 16 cores.
 DESKTOP = {"host_bytes_per_second": 60e9, "host_flops_per_second": 1.5e12}
@@ -116,6 +122,49 @@ def test_experts_are_read_as_rows_choose_them() -> None:
     whole = choose(sparse).memory.layers[0].nbytes / DESKTOP["host_bytes_per_second"]
     assert few < 0.15 * whole
     assert many > 5 * few
+
+
+@pytest.mark.parametrize("model", ["glm-4.5-air:Q4_K_M", "mixtral-8x7b:Q4_K_M"])
+def test_the_processor_has_experts_and_the_device_the_kv(model: str) -> None:
+    """A layer's experts take milliseconds there, and its bytes hold KV that would stream."""
+    shape = read_model(model)
+    card = replace(named("rtx4090"), **DESKTOP)
+    chosen = choose(Case(shape.config, card, 32768, pieces=shape.pieces))
+    memory, placement = chosen.memory, chosen.memory.placement
+    assert len(placement.processor_layers) >= len(placement.expert_layers) > 0
+    assert memory.weights_link_bytes == 0
+    assert memory.processor_bytes < sum(memory.layers[i].nbytes for i in placement.processor_layers)
+    assert memory.device_bytes <= chosen.case.room.device_bytes
+    # With as few layers there as fit without KV, more of the KV would be away.
+    fewest = place(memory.requirements, chosen.case.room.device_bytes)
+    assert len(fewest.streamed_layers) < len(memory.streamed_layers)
+    assert fewest.kv.away > memory.kv.away
+    everything = place_on_processor(fewest, len(for_processor(fewest)))
+    assert chosen.round.seconds < 0.9 * replace(chosen.round, memory=everything).seconds
+
+
+@pytest.mark.parametrize("model", ["glm-4.5-air:Q4_K_M", "llama3.1-70b:Q4_K_M", "llama2-7b-128k"])
+@pytest.mark.parametrize("context", [4096, 32768])
+def test_kv_takes_the_place_of_layers_byte_by_byte(model: str, context: int) -> None:
+    shape = read_model(model)
+    case = Case(shape.config, named("rtx4090"), context, pieces=shape.pieces)
+    plan = place(case.sizes(case.method).requirements(0), case.room.device_bytes)
+    for more in sorted(layers_for_kv(plan)):
+        moved = with_kv_instead(plan, more)
+        count = len(moved.streamed_layers) - len(plan.streamed_layers)
+        assert count in (0, more)
+        assert moved.device_bytes <= plan.device_bytes
+        assert moved.kv.resident >= plan.kv.resident
+        moved.check(case.room.device_bytes)
+        if more == max(layers_for_kv(plan)) and count and more < len(plan.layers) // 2:
+            assert moved.kv.away <= plan.kv.away // 4
+
+
+def test_plain_decoding_is_planned_where_drafts_read_too_many_experts() -> None:
+    chosen = choose(case("gpt-oss-120b", **DESKTOP))
+    assert chosen.plan.method.method == "autoregressive"
+    drafting = replace(chosen.case, fixed={"method": "speculative"})
+    assert choose(drafting).seconds_per_token > chosen.seconds_per_token
 
 
 def test_the_command_plans_with_a_processor(capsys) -> None:

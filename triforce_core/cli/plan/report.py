@@ -117,6 +117,7 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
     in_files = placement["file_layers"]
     by_processor = placement["processor_layers"]
     streamed = layers - resident - in_files - by_processor
+    away = "experts" if placement["expert_layers"] else "weights"
     blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
     reclaimed, attended = placement["reclaimed_kv_blocks"], placement["processor_kv_blocks"]
     workspace = "workspace of the prefill"
@@ -130,9 +131,9 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
         (what, where, format_bytes(memory[size]))
         for what, where, size in (
             (f"weights of {resident} of {layers} layers{ends}", "device", "weights_bytes"),
-            (f"weights of {streamed} layers", "host, streamed", "streamed_weights_bytes"),
+            (f"{away} of {streamed} layers", "host, streamed", "streamed_weights_bytes"),
             (f"weights of {in_files} layers", "disk, streamed", "file_weights_bytes"),
-            (f"weights of {by_processor} layers", "host, computed there", "processor_bytes"),
+            (f"{away} of {by_processor} layers", "host, computed there", "processor_bytes"),
             (
                 f"KV: {kept - reclaimed} of {blocks} blocks, and the newest tokens",
                 *("device", "resident_kv_bytes"),

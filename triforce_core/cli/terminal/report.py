@@ -111,6 +111,8 @@ def _weights(placement: dict[str, Any]) -> str:
         text += f", {by_processor} computed by the processor"
     if split := placement["split_layers"]:
         text += f"; of {split} layers only the low bits stream"
+    if apart := placement["expert_layers"]:
+        text += f"; of {apart} layers all but the experts are resident"
     if in_files := placement["file_layers"]:
         text += f"; {in_files} layers are read from disk in each pass"
     return text

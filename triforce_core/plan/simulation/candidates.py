@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from triforce_core.model.tensors import kv_shape
@@ -21,9 +22,14 @@ from triforce_core.plan.simulation.processor import fastest_counts
 from triforce_core.plan.simulation.round_cost import RoundCost
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_core.settings import AUTO, MethodSettings
+from triforce_offload.errors import DoesNotFitError
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
-from triforce_offload.plan.placing import place_on_processor
+from triforce_offload.plan.placing import (
+    layers_for_kv,
+    place_on_processor,
+    with_kv_instead,
+)
 
 # Rate at which one host thread gathers chunks before they cross an emulated link (`kv/gather`). A
 # GPU reads chunks directly from host memory (`kv/direct`).
@@ -135,15 +141,28 @@ def _by_processor(case: Case, memory: MemoryPlan, draft_tokens: int) -> list[Mem
     cost = RoundCost(case.costs, memory, case.length, rows)
     if not cost.processor.known:
         return [memory]
-    numbers = {0}
-    if not without_kernels(case.layouts):
-        numbers = fastest_counts(cost.processor, memory, cost.compute_seconds)
-    plans = [place_on_processor(memory, count) for count in numbers]
+    may = not without_kernels(case.layouts)
+    # A user's own choice of resident KV stays.
+    free = may and "resident_kv_blocks" not in case.fixed
+    plans = []
+    for base in _with_more_kv(case, memory) if free else [memory]:
+        here = replace(cost, memory=base)
+        counts = fastest_counts(here.processor, base, here.compute_seconds) if may else {0}
+        plans += [place_on_processor(base, count) for count in sorted(counts)]
     return [
         plan.placed(processor_kv=share)
         for plan in plans
         for share in sorted(replace(cost, memory=plan).fastest_kv_shares)
     ]
+
+
+def _with_more_kv(case: Case, memory: MemoryPlan) -> list[MemoryPlan]:
+    """Return the plan, and those in which more layers stream and less KV, if the host has room."""
+    found = [memory]
+    for more in sorted(layers_for_kv(memory) - {0}):
+        with suppress(DoesNotFitError):
+            found.append(case.room.with_files(with_kv_instead(memory, more)))
+    return found
 
 
 def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:

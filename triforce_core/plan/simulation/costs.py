@@ -107,13 +107,13 @@ class Costs:
         matrices, launches = self.matrices, self.launches
         work = self._product(tokens, self.elements[1], matrices.rest, matrices.layer_read)
         if matrices.experts:
-            work += self._experts(tokens)
+            work += self.experts(tokens)
         work += self._touch(tokens, touched, launches.small_after)
         count = launches.after + self.expert_launches(tokens)
         layer = self._launched(work, count, recorded)
         return layer + 2 * self.all_reduce(tokens)
 
-    def _experts(self, tokens: int) -> float:
+    def experts(self, tokens: int) -> float:
         """Return the seconds of the products with the experts of an average layer: those that the
         tokens choose are read, by a kernel once for each tile of the rows that chose them.
         """

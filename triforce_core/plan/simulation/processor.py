@@ -25,12 +25,14 @@ _KEY_ROWS = (14, 40)
 
 @dataclass(frozen=True)
 class Processor:
-    """The processor of a machine, which computes whole layers for `tokens` rows, but for their
-    attention.
+    """The processor of a machine, which computes layers for `tokens` rows, but for their attention.
+
+    experts_only: whether it computes their experts alone
     """
 
     costs: Costs
     tokens: int
+    experts_only: bool = False
 
     @property
     def known(self) -> bool:
@@ -46,7 +48,9 @@ class Processor:
 
     @cached_property
     def on_device(self) -> float:
-        """Seconds in which the device would compute an average layer."""
+        """Seconds in which the device would compute the same of an average layer."""
+        if self.experts_only:
+            return self.costs.experts(self.tokens)
         return self.costs.before(self.tokens) + self.costs.after(self.tokens)
 
     def seconds(self, layers: int, link_bytes: float) -> float:
@@ -95,7 +99,10 @@ class Processor:
         """
         costs, matrices, tokens = self.costs, self.costs.matrices, self.tokens
         before, after, experts = costs.elements
-        nbytes, read, products = matrices.qkv + matrices.rest, before + after, before + after
+        nbytes, read = matrices.qkv + matrices.rest, before + after
+        if self.experts_only:
+            nbytes = read = 0.0
+        products = read
         if experts:
             mlp = next(spec.mlp for spec in costs.config.layers if isinstance(spec.mlp, Experts))
             share = mlp.distinct(tokens) / mlp.count
@@ -114,7 +121,7 @@ def fastest_counts(processor: Processor, memory: MemoryPlan, compute_seconds: fl
     layers = for_processor(memory)
     if not layers:
         return {0}
-    size = memory.layers[layers[0]].nbytes
+    size = memory.layers[layers[0]].prefill_bytes
     rate = processor.costs.hardware.stream_bytes_per_second
 
     def seconds(count: int) -> float:

@@ -168,7 +168,8 @@ class RoundCost:
 
     @cached_property
     def processor(self) -> Processor:
-        return Processor(self.costs, self.tokens)
+        apart = bool(self.memory.placement.expert_layers)
+        return Processor(self.costs, self.tokens, experts_only=apart)
 
     def _check_rates(self) -> None:
         if not self.processor.known:

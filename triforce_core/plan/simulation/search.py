@@ -201,6 +201,9 @@ def _lengths(
         drafts = (fixed["draft_tokens"],)
     if "inner_draft_tokens" in fixed:
         inners = (fixed["inner_draft_tokens"],)
+    elif not budget and "method" not in fixed:
+        # Drafts may not pay, as where each of their tokens makes a pass read other experts.
+        yield 0, (0,)
     if case.draft == NO_DRAFTER or not budget:
         inners = (0,)
     for drafted in drafts:
