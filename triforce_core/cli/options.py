@@ -31,8 +31,8 @@ UNTIL_FULL = sys.maxsize
 _EXPLAINED = {
     ("-ngl", "--gpu-layers", "--n-gpu-layers"): "there is no number of layers to choose, since as "
     "many stay on the device as fit; --device-memory limits them",
-    ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"): "the planner leaves layers with their experts "
-    "to the processor where that is faster; --host-compute sets their share",
+    ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"): "the planner leaves experts to the processor "
+    "where that is faster; --host-compute sets their share",
 }
 
 
