@@ -65,7 +65,7 @@ RUN: dict[str, Any] = {
     },
     "placement": {
         **{"layers": 80, "resident_weight_layers": 12, "split_layers": 20, "file_layers": 20},
-        **{"processor_layers": 10, "processor_kv_blocks": 12},
+        **{"processor_layers": 10, "processor_kv_blocks": 12, "expert_layers": 8},
         **{"kv_blocks": 1024, "resident_kv_blocks": 804, "block_tokens": 4096},
     },
     "levels": ["SmolLM2-135M-Instruct", "retrieval", "target"],
