@@ -176,6 +176,8 @@ class MemoryPlan:
         plans = []
         for layer, nbytes in enumerate(needs.layer_bytes):
             low = needs.low_bytes[layer] if needs.low_bytes else 0
+            if not low and where.get(layer) is Where.SPLIT:
+                del where[layer]  # no matrix of it could be split
             experts = needs.expert_bytes[layer] if layer in apart and needs.expert_bytes else 0
             copy = needs.int4_bytes[layer] if layer in copies and needs.int4_bytes else 0
             plans.append(_layer_plan(where.get(layer, Where.DEVICE), nbytes, low, experts, copy))

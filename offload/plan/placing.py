@@ -144,7 +144,9 @@ def place_on_host(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
 
 
 def for_processor(plan: MemoryPlan) -> tuple[int, ...]:
-    """Return the layers that the processor may compute: those in host memory as a whole."""
+    """Return the layers that the processor may compute: those in host memory, as a whole or but for
+    what is not their experts.
+    """
     whole = (Where.HOST, Where.PROCESSOR)
     return tuple(i for i, layer in enumerate(plan.layers) if layer.where in whole)
 
@@ -170,11 +172,10 @@ def with_kv_instead(plan: MemoryPlan, more: int) -> MemoryPlan:
     if fixed or not more or count > needs.layers:
         return plan
     layers = spread(count, needs.layers)
-    whole = placement.streamed_layers and not placement.expert_layers
     changed = plan.placed(
         streamed_layers=layers,
         weight_slots=max(placement.weight_slots, min(WEIGHT_SLOTS, count)),
-        expert_layers=() if whole or not needs.expert_bytes else layers,
+        expert_layers=() if _whole(plan) else layers,
     )
     blocks = max(0, plan.device_bytes - changed.device_bytes) // needs.kv.block_bytes
     if not blocks:
@@ -188,11 +189,20 @@ def layers_for_kv(plan: MemoryPlan) -> set[int]:
     """Return numbers of further layers that might stream for the KV to stay on the device: none, as
     many as all KV needs, and half of these.
     """
-    sizes = plan.requirements.expert_bytes or plan.requirements.layer_bytes
-    left = plan.requirements.layers - len(plan.placement.streamed_layers)
+    needs, placement = plan.requirements, plan.placement
+    sizes = needs.layer_bytes if _whole(plan) else needs.expert_bytes
     needed = math.ceil(plan.kv.away * plan.kv.shape.block_bytes / max(sizes))
-    most = min(left, needed)
-    return {0, most // 2, most}
+    # Layers that stream need slots, if none did before.
+    needed += WEIGHT_SLOTS - min(WEIGHT_SLOTS, placement.weight_slots)
+    most = min(needs.layers - len(placement.streamed_layers), needed)
+    return {0, most // 2, most} if plan.kv.away else {0}
+
+
+def _whole(plan: MemoryPlan) -> bool:
+    """Whether further layers would stream as a whole, not their experts alone."""
+    placement = plan.placement
+    already = bool(placement.streamed_layers) and not placement.expert_layers
+    return already or not plan.requirements.expert_bytes
 
 
 def spread(count: int, layers: int) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def made(name: str, more: dict[str, Any], directory: str) -> torch.nn.Module:
 
     torch.manual_seed(0)
     kind = getattr(transformers, f"{name}ForCausalLM")
-    model = kind(kind.config_class(**_SAME, **more)).eval()
+    model = kind(kind.config_class(**_SAME | more)).eval()
     model.save_pretrained(directory)
     return model
 

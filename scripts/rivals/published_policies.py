@@ -54,7 +54,8 @@ def _mean_keys(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
     def measured(self: RetrievalCache, chunks: int) -> torch.Tensor:
         layers = []
         for layer, query in sorted(queries[self._scores].items()):
-            keys = self._store.on_host(layer)[0, :, : chunks * self._chunk].float()
+            keys = self._store.on_host(layer)[0, :, : chunks * self._chunk]
+            keys = keys.to(query.device).float()
             means = keys.unflatten(1, (chunks, self._chunk)).mean(2)
             layers.append((means @ query.unsqueeze(-1)).squeeze(-1))
         return torch.stack(layers)
@@ -66,7 +67,7 @@ def _mean_keys(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
             scores = measured(self, chunks)
             chosen[self] = length, scores
         # Later chunks rank above the others, the newest highest.
-        later = 1e20 * torch.arange(1.0, 1 + chunks - scores.shape[2])
+        later = 1e20 * torch.arange(1.0, 1 + chunks - scores.shape[2], device=scores.device)
         return torch.cat((scores, later.expand(*scores.shape[:2], -1)), -1)
 
     def begins(self: RetrievalCache) -> None:

@@ -116,7 +116,7 @@ def placed(
     memory = fitted.memory
     if shares is None and config.host_compute != AUTO:
         shares = HostShares.asked(config.host_compute, sizes.weights)
-    if shares is not None:
+    if shares is not None and not fitted.budget:
         memory = shares.with_room(memory)
     memory = room.with_files(memory)
     if shares is not None:

@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 from gguf_files import write_gguf
-from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
+from helpers import BLOCK, PLACEMENTS, SPLIT, make_model, placed, random_ids
 from tiny_families import LAYERS
 
 from triforce_core import Engine, SamplingParams
@@ -24,6 +24,7 @@ from triforce_core.model.tensors import dense_layouts, split_layouts
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, check, decode
 from triforce_offload.errors import CheckpointError, UsageError
+from triforce_offload.plan.memory_plan import Where
 from triforce_offload.plan.placement import Placement
 from triforce_offload.weights.formats import DTYPES, Dense
 
@@ -348,3 +349,24 @@ def test_ranks_refuse_a_matrix_that_planes_have_no_room_for(tmp_path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"more numbers of layers\.1\.down are far below"):
         engine(tmp_path, "split", gpus=2)
+
+
+def test_a_layer_of_which_nothing_could_be_split_is_on_the_device(tmp_path) -> None:
+    """Its numbers have exponents at random: more exceptions than a list holds."""
+    model = make_model("llama", tmp_path, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if ".layers.0." in name and tensor.dim() == 2:
+                powers = torch.randint(-60, 0, tensor.shape, generator=generator)
+                tensor.copy_(torch.ldexp(torch.ones_like(tensor), powers))
+    model.save_pretrained(tmp_path)
+    texts = []
+    options = {"method": "autoregressive", "kv": "dense"}
+    with engine(tmp_path, "dense", **options) as dense:
+        texts.append(dense.generate(PROMPT, GREEDY).token_ids)
+    with engine(tmp_path, "split", placement=SPLIT, **options) as running:
+        texts.append(running.generate(PROMPT, GREEDY).token_ids)
+        first, _, last = running.memory_plan.layers
+    assert texts[0] == texts[1]
+    assert (first.where, first.link_bytes, last.where) == (Where.DEVICE, 0, Where.SPLIT)

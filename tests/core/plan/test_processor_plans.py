@@ -10,6 +10,7 @@ import pytest
 from command import run
 
 from triforce_core.model.known.shapes import read_model
+from triforce_core.plan.fitting import HostShares
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.processor import _LAYER_SECONDS, Processor, fastest_counts
 from triforce_core.plan.simulation.search import choose
@@ -160,11 +161,49 @@ def test_kv_takes_the_place_of_layers_byte_by_byte(model: str, context: int) -> 
             assert moved.kv.away <= plan.kv.away // 4
 
 
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [
+        ("llama2-13b-128k", 8192),
+        ("qwen2.5-14b", 32768),
+        ("llama3.1-8b", 131072),
+        ("qwen3-30b-a3b:Q8_0", 32768),
+    ],
+)
+def test_a_retrieval_level_has_its_layers_on_the_device(model: str, context: int) -> None:
+    """However fast the processor is, and however much KV streams."""
+    shape = read_model(model)
+    card = replace(named("rtx4090"), **DESKTOP)
+    plain = Case(shape.config, card, context, pieces=shape.pieces)
+    for fixed in ({}, {"method": "triforce"}):
+        chosen = choose(replace(plain, fixed=fixed))
+        assert chosen.memory.can_draft or not chosen.plan.budget
+        shares = HostShares.of(chosen.memory)
+        again = place_on_processor(shares.with_room(chosen.memory), 0)
+        assert shares.applied(again).placement == chosen.memory.placement
+
+
 def test_plain_decoding_is_planned_where_drafts_read_too_many_experts() -> None:
     chosen = choose(case("gpt-oss-120b", **DESKTOP))
     assert chosen.plan.method.method == "autoregressive"
     drafting = replace(chosen.case, fixed={"method": "speculative"})
     assert choose(drafting).seconds_per_token > chosen.seconds_per_token
+    # A user's own drafts stay.
+    eight = choose(replace(chosen.case, fixed={"draft_tokens": 8}))
+    assert (eight.plan.method.method, eight.plan.method.draft_tokens) == ("speculative", 8)
+    without = choose(replace(chosen.case, draft="none"))
+    assert without.plan.method.method == "autoregressive"
+
+
+def test_layers_of_different_sizes_are_weighed_by_their_mean() -> None:
+    """The first layer of GLM-4.5-Air is dense, and a ninth of the others."""
+    plain = case("glm-4.5-air:Q4_K_M", **DESKTOP)
+    chosen = choose(replace(plain, fixed={"method": "speculative", "draft_tokens": 16}))
+    seconds = {}
+    for count in range(0, len(for_processor(chosen.memory)) + 1, 4):
+        memory = place_on_processor(chosen.memory, count)
+        seconds[count] = replace(chosen.round, memory=memory).seconds
+    assert chosen.round.seconds <= 1.05 * min(seconds.values())
 
 
 def test_the_command_plans_with_a_processor(capsys) -> None:

@@ -120,7 +120,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 
 def _add_drafting(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("drafting").add_argument
-    add("--method", choices=METHODS, help="method to plan (default: the faster of the first two)")
+    add("--method", choices=METHODS, help="method to plan (default: the fastest)")
     add(
         "--draft",
         metavar="ngram|mtp|none|MODEL",

@@ -117,7 +117,8 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
     in_files = placement["file_layers"]
     by_processor = placement["processor_layers"]
     streamed = layers - resident - in_files - by_processor
-    away = "experts" if placement["expert_layers"] else "weights"
+    apart = placement["expert_layers"]
+    away = "experts" if apart == layers - resident else "weights or experts" if apart else "weights"
     blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
     reclaimed, attended = placement["reclaimed_kv_blocks"], placement["processor_kv_blocks"]
     workspace = "workspace of the prefill"

@@ -118,7 +118,7 @@ def candidates(
         budget=budget or None,
     )
     fitted, found = _fit(case, method), []
-    for memory in _by_processor(case, fitted.memory, draft_tokens):
+    for memory in _by_processor(case, fitted, draft_tokens):
         chosen = Plan.of(method, memory, fitted.budget)
         chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights, kv=case.kv)
         for inner in inners:
@@ -127,10 +127,11 @@ def candidates(
     return found
 
 
-def _by_processor(case: Case, memory: MemoryPlan, draft_tokens: int) -> list[MemoryPlan]:
+def _by_processor(case: Case, fitted: Resolved, draft_tokens: int) -> list[MemoryPlan]:
     """Return a plan with each number of layers, and share of KV, that the processor might
     compute.
     """
+    memory = fitted.memory
     if "processor_layers" in case.fixed:
         return [memory]
     if case.host_compute != AUTO:
@@ -142,12 +143,15 @@ def _by_processor(case: Case, memory: MemoryPlan, draft_tokens: int) -> list[Mem
     if not cost.processor.known:
         return [memory]
     may = not without_kernels(case.layouts)
-    # A user's own choice of resident KV stays.
-    free = may and "resident_kv_blocks" not in case.fixed
+    # A retrieval level needs the layers, and a user's own choice of resident KV stays.
+    free = may and not fitted.budget and "resident_kv_blocks" not in case.fixed
     plans = []
     for base in _with_more_kv(case, memory) if free else [memory]:
         here = replace(cost, memory=base)
         counts = fastest_counts(here.processor, base, here.compute_seconds) if may else {0}
+        if base is not memory:
+            # The further layers are for the processor.
+            counts -= {0}
         plans += [place_on_processor(base, count) for count in sorted(counts)]
     return [
         plan.placed(processor_kv=share)

@@ -240,6 +240,8 @@ class RoundCost:
             by_processor = layer in self._by_processor
             if by_processor and kind is Kind.AFTER:
                 own += self._longer
+            # A run shows a layer of which it computes the experts alone where the rest is.
+            by_processor = by_processor and not self.processor.experts_only
             meanwhile = aside.get(layer, 0.0) if kind is Kind.BEFORE else 0.0
             if self.costs.hardware.emulated:
                 own, meanwhile = own + meanwhile, 0.0

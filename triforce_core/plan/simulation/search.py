@@ -185,30 +185,39 @@ def _budgets(case: Case) -> tuple[int, ...]:
         return (int(budget),)
     least, most = 2 * case.chunk_tokens, 2 * case.context
     budgets = tuple(budget for budget in BUDGETS if least <= budget < most) or (least,)
-    # Also try no retrieval level, unless triforce is fixed or there is no drafter to draft alone.
-    return budgets if method == "triforce" or case.draft == NO_DRAFTER else (0, *budgets)
+    # Also try no retrieval level, unless triforce is fixed or there is no drafter for drafts.
+    alone = case.draft == NO_DRAFTER and _fixes_drafts(case)
+    return budgets if method == "triforce" or alone else (0, *budgets)
 
 
 def _lengths(
     case: Case, budget: int, drafts: tuple[int, ...], inners: tuple[int, ...]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield draft tokens to look at, shorter drafts first, each with inner draft tokens."""
+    """Yield draft tokens to look at, shorter drafts first, each with inner draft tokens; 0 for
+    plain decoding.
+    """
     fixed = case.fixed
-    if fixed.get("method") == "autoregressive":
+    alone = case.draft == NO_DRAFTER and not budget
+    if alone or fixed.get("method") == "autoregressive":
         yield 0, (0,)
         return
+    if not budget and "method" not in fixed and not _fixes_drafts(case):
+        # Drafts may not pay, as where each of their tokens makes a pass read other experts.
+        yield 0, (0,)
     if "draft_tokens" in fixed:
         drafts = (fixed["draft_tokens"],)
     if "inner_draft_tokens" in fixed:
         inners = (fixed["inner_draft_tokens"],)
-    elif not budget and "method" not in fixed:
-        # Drafts may not pay, as where each of their tokens makes a pass read other experts.
-        yield 0, (0,)
     if case.draft == NO_DRAFTER or not budget:
         inners = (0,)
     for drafted in drafts:
         few = tuple(inner for inner in inners if inner <= drafted)
         yield drafted, inners if "inner_draft_tokens" in fixed else few
+
+
+def _fixes_drafts(case: Case) -> bool:
+    """Whether the user chose how long drafts are, and so that there are some."""
+    return not case.fixed.keys().isdisjoint(("draft_tokens", "inner_draft_tokens"))
 
 
 def shortest_change(case: Case, refused: DoesNotFitError) -> DoesNotFitError:
