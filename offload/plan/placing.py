@@ -144,8 +144,8 @@ def place_on_host(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
 
 
 def for_processor(plan: MemoryPlan) -> tuple[int, ...]:
-    """Return the layers that the processor may compute: those in host memory, as a whole or but for
-    what is not their experts.
+    """Return the layers that the processor may compute: those in host memory, whole or their
+    experts.
     """
     whole = (Where.HOST, Where.PROCESSOR)
     return tuple(i for i, layer in enumerate(plan.layers) if layer.where in whole)
@@ -163,12 +163,13 @@ def place_on_processor(plan: MemoryPlan, count: int) -> MemoryPlan:
 def with_kv_instead(plan: MemoryPlan, more: int) -> MemoryPlan:
     """Return the plan in which `more` further layers stream, and KV blocks have their place on the
     device: for a processor that computes these layers faster than the KV crosses. It takes no more
-    device memory. Return the plan itself if it has copies of layers, split layers or layers in
-    files, or if nothing is gained.
+    device memory. Return the plan itself if it has copies of layers, split layers, layers in files
+    or with the processor, or if nothing is gained.
     """
     needs, placement = plan.requirements, plan.placement
     count = len(placement.streamed_layers) + more
     fixed = placement.int4_layers or placement.split_layers or placement.file_layers
+    fixed = fixed or placement.processor_layers
     if fixed or not more or count > needs.layers:
         return plan
     layers = spread(count, needs.layers)
