@@ -160,7 +160,7 @@ class KernelCases:
         query, own = self.draw(kv_heads, rows, head_dim), self.draw(2, kv_heads, tokens, head_dim)
         chunks = count * block // CHUNK + -(-tokens // CHUNK)
         chunk_scores = torch.empty(kv_heads, rows, chunks, device=self.device)
-        scores = ScoreBuffer(chunk_scores, 0, CHUNK, True)
+        scores = ScoreBuffer(chunk_scores, 0, CHUNK)
 
         def whole(scores: ScoreBuffer | None, each: int = count) -> torch.Tensor:
             running = Running.of(query)
