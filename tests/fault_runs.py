@@ -29,7 +29,7 @@ _DRAFTS = {"draft": "none", "draft_tokens": 3, "budget": 16}
 _SPLIT = {"dtype": "bfloat16", "kv": "split", "method": "speculative", "draft_tokens": 3}
 CASES: dict[str, dict[str, Any]] = {
     "triforce, KV streams": {**_DRAFTS, "placement": PLACEMENTS["kv"]},
-    "triforce, KV is reclaimed memory": {**_DRAFTS, "placement": PLACEMENTS["kv-lent"]},
+    "triforce, KV is reclaimed memory": {**_DRAFTS, "placement": PLACEMENTS["kv-reclaimed"]},
     "triforce, copies in 4 bits": {**_DRAFTS, "placement": PLACEMENTS["int4"]},
     "all streams": {"method": "autoregressive", "placement": PLACEMENTS["both"]},
     "the processor computes": {

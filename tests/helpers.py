@@ -20,7 +20,7 @@ PLACEMENTS = {
     "kv": Placement((), True, 0, 0, 3, 2),
     "kv-one-slot": Placement((), True, 0, 0, 1, 1),
     "kv-in-part": Placement((), True, 7, 0, 2, 1),
-    "kv-lent": Placement((), True, 2, 0, 2, 1, 7),
+    "kv-reclaimed": Placement((), True, 2, 0, 2, 1, 7),
     "weights": Placement((0, 1, 2), True, 10**6, 2, 0, 0),
     "weights-one-slot": Placement((0, 2), False, 10**6, 1, 0, 0),
     "both": Placement((0, 1, 2), False, 0, 2, 3, 2),

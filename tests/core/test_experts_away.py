@@ -98,17 +98,14 @@ def test_copies_in_4_bits_draft_for_layers_whose_experts_stream(tiny) -> None:
     assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs[0, len(PROMPT) :].tolist())
 
 
-def test_two_ranks_stream_their_parts_of_the_experts(tiny) -> None:
+def test_two_ranks_stream_their_parts_of_the_experts(tiny, monkeypatch) -> None:
     path, model = tiny("qwen3_moe")
     theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)
     with on_ranks(path, 2, placement="weights", draft="ngram") as whole:
         before = whole.generate(PROMPT, GREEDY)
-    PLACEMENTS["experts"] = ALL
-    try:
-        with on_ranks(path, 2, placement="experts", draft="ngram") as running:
-            result = running.generate(PROMPT, GREEDY)
-    finally:
-        del PLACEMENTS["experts"]
+    monkeypatch.setitem(PLACEMENTS, "experts", ALL)
+    with on_ranks(path, 2, placement="experts", draft="ngram") as running:
+        result = running.generate(PROMPT, GREEDY)
     assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs[0, len(PROMPT) :].tolist())
     crossed, all_crossed = (each.stats["link"]["bytes_to_device"] for each in (result, before))
     assert 0 < crossed < all_crossed

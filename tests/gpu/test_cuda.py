@@ -149,7 +149,7 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
     options = {"max_context": 200, "block_tokens": BLOCK, "dtype": dtype, "weights": stored}
     # All in float32, and in bfloat16 those of some kinds.
     every = REAL or dtype == "float32"
-    some = PLACEMENTS if every else ("resident", "kv-lent", "both", "processor")
+    some = PLACEMENTS if every else ("resident", "kv-reclaimed", "both", "processor")
     for name, placement in ({each: PLACEMENTS[each] for each in some} | OWN[stored]).items():
         rows.clear()
         if stored == "split":
@@ -205,7 +205,7 @@ def test_drafts_change_no_greedy_text(tiny, method: str, draft: str, placements:
     [
         ("llama", "ngram", "resident"),
         ("llama", "{model}", "kv"),
-        ("llama", "ngram", "kv-lent"),
+        ("llama", "ngram", "kv-reclaimed"),
         ("exaone4-windows", "{model}", "kv"),
         ("exaone4-windows", "ngram", "both"),
         ("exaone4-windows", "ngram", "processor"),

@@ -55,7 +55,9 @@ def another(choose: random.Random, known: Sequence[int]) -> list[int]:
     return [*known[:kept], *(choose.randrange(VOCAB) for _ in range(new))]
 
 
-@pytest.mark.parametrize("placement", ["resident", "kv", "kv-in-part", "kv-lent", "both-one-slot"])
+@pytest.mark.parametrize(
+    "placement", ["resident", "kv", "kv-in-part", "kv-reclaimed", "both-one-slot"]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-windows"])
 def test_logits_equal_those_of_a_fresh_model_whatever_the_context_held(
     tiny, family: str, placement: str
@@ -108,7 +110,7 @@ def _rule(choose: random.Random):
 
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("placement", ["kv", "kv-lent"])
+@pytest.mark.parametrize("placement", ["kv", "kv-reclaimed"])
 def test_greedy_text_is_that_of_a_fresh_context(tiny, method: str, placement: str) -> None:
     """Whatever drafts, and whatever the context held before."""
     path, twin = tiny("llama")
@@ -248,7 +250,7 @@ def test_a_stream_that_is_dropped_leaves_a_context_that_serves(tiny) -> None:
 
 def test_hidden_states_are_gone_when_their_memory_is_lent(tiny, monkeypatch) -> None:
     path, _ = tiny("llama")
-    with engine(path, "ngram", "kv-lent") as ours:
+    with engine(path, "ngram", "kv-reclaimed") as ours:
         prompt = [token % VOCAB for token in range(77)]
         alive: list[int] = []
         use = KVStore.use_reclaimed
@@ -271,7 +273,7 @@ def test_lent_memory_comes_back_after_a_reading_that_is_interrupted(
     """And where it is refused, blocks stream and one warning says so."""
     path, _ = tiny("llama")
     prompt = [token % VOCAB for token in range(100)]
-    with engine(path, "ngram", "kv-lent") as ours:
+    with engine(path, "ngram", "kv-reclaimed") as ours:
         context = Context(ours.models)
         sequence, placement = context.sequence, ours.runtime.plan.placement
         if refused:

@@ -91,7 +91,7 @@ def decode(world: World, length: DraftLength, rounds: int) -> float:
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("placement", ["resident", "kv", "kv-in-part", "kv-lent"])
+@pytest.mark.parametrize("placement", ["resident", "kv", "kv-in-part", "kv-reclaimed"])
 @pytest.mark.parametrize(
     ("passes", "options"), [(0, {}), (2, {"temperature": 1.0, "seed": 5})], ids=["greedy", "drawn"]
 )

@@ -31,7 +31,7 @@ PROMPT = random_ids(3 * BLOCK - 4)
 GREEDY = SamplingParams(12, temperature=0)
 # Of one seed the text is the same whatever is drafted, and what was said so far changes its law.
 SAMPLED = SamplingParams(12, temperature=0.8, seed=3, repeat_penalty=1.3, presence_penalty=0.5)
-LENT = {"placement": PLACEMENTS["kv-lent"], "draft": "none", "draft_tokens": 3, "budget": 16}
+LENT = {"placement": PLACEMENTS["kv-reclaimed"], "draft": "none", "draft_tokens": 3, "budget": 16}
 
 
 def engine(path: Path, **options: object) -> Engine:
@@ -138,7 +138,7 @@ def test_as_much_is_given_back_as_it_takes(tiny) -> None:
     drafter.
     """
     path = tiny("llama")[0]
-    placement = replace(PLACEMENTS["kv-lent"], kv_slots=4)
+    placement = replace(PLACEMENTS["kv-reclaimed"], kv_slots=4)
     seen: list[tuple[int, list[str]]] = []
     for enough in (
         lambda runtime, models, kv: kv._mirror is None,

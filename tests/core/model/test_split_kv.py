@@ -157,7 +157,7 @@ def test_what_cannot_be_split_is_refused(tiny) -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("kv", ["dense", "split"])
-@pytest.mark.parametrize("placement", ["kv", "kv-in-part", "kv-lent"])
+@pytest.mark.parametrize("placement", ["kv", "kv-in-part", "kv-reclaimed"])
 def test_chunks_that_are_read_where_they_lie_are_the_same(
     tiny, monkeypatch, room, kv: str, placement: str
 ) -> None:

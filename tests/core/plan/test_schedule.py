@@ -62,4 +62,4 @@ def test_a_run_copies_what_its_simulation_does_in_the_same_order(
         assert layers == sorted(layers)
         assert set(layers) == set(range(LAYERS))
     assert copied == expected
-    assert placement != "kv-lent" or plan.kv.reclaimed > 0
+    assert placement != "kv-reclaimed" or plan.kv.reclaimed > 0
