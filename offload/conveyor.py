@@ -130,17 +130,6 @@ class Conveyor:
                 slot.released = self._link.record()
             self._free[name] = deque(slots)
 
-    def drop_slots(self, most: int) -> int:
-        """Keep at most `most` slots of each ring, between two passes. Return how many were
-        dropped.
-        """
-        if self._waiting or self._issued or self._acquired:
-            raise RuntimeError("slots were dropped in the middle of a pass")
-        dropped = sum(max(0, len(slots) - most) for slots in self._rings.values())
-        self._rings = {name: slots[:most] for name, slots in self._rings.items()}
-        self._free = {name: deque(slots) for name, slots in self._rings.items()}
-        return dropped
-
     def close(self) -> None:
         """Drop all slots."""
         self._rings = {}

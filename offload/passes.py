@@ -48,11 +48,6 @@ class Passes:
         caches = [sequence.cache for sequence in sequences]
         return caches[0] if len(caches) == 1 else SequenceCaches(caches)
 
-    def forget_slots(self) -> None:
-        """Drop what was kept of slots that layers were streamed through."""
-        self.weights.forget()
-        self.prefill_weights.forget()
-
     def end(self) -> None:
         """Drop a pass that was begun and not run."""
         self._copies.cancel()

@@ -29,9 +29,6 @@ from triforce_offload.schedule import KV, WEIGHTS
 from triforce_offload.weights.layouts import FlatLayout
 from triforce_offload.weights.store import Fill, Loaded, StreamedWeights, WeightStore
 
-# Slots of each kind that are always kept: one is read while the other is filled.
-_LEAST_SLOTS = 2
-
 
 class Runtime:
     """Link, device memory, weights, slots and host blocks of one engine, on one device.
@@ -132,19 +129,6 @@ class Runtime:
             sequence = SequenceKV(kv, self._copies, self.memory, plan, recent)
             undo.pop_all()
         return sequence
-
-    def give_up_slots(self) -> bool:
-        """Free all slots for good, except the two of each kind that copies and compute alternate
-        between. Return whether any were freed. Do not call it during a pass.
-        """
-        self.passes.forget_slots()
-        dropped = self.conveyor.drop_slots(_LEAST_SLOTS)
-        for ring in self._rings:
-            for allocation in ring[_LEAST_SLOTS:]:
-                self.memory.free(allocation)
-            del ring[_LEAST_SLOTS:]
-        self.memory.trim()
-        return dropped > 0
 
     def give_up_resident(self, sequence: SequenceKV) -> bool:
         """See `SequenceKV.give_up_resident`. sequence: the only sequence of the engine"""

@@ -39,9 +39,9 @@ class SequenceKV:
 
     `prefill` adds a prompt; passes (`Passes`) add the rows that `keep` selects.
 
-    Between prefills the prefill workspace is reclaimed: it stores KV blocks, as does memory added
-    by `reclaim`. The first pass after a prefill takes that memory, because the prefill's hidden
-    states are freed by then, and copies blocks to it as they cross.
+    Between prefills the prefill workspace is reclaimed: it stores KV blocks. The first pass after a
+    prefill takes that memory, because the prefill's hidden states are freed by then, and copies
+    blocks to it as they cross.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class SequenceKV:
         self._scores: ChunkScores | None = None
         self.cache = self._pass_cache()
         self._reclaimed_blocks = plan.kv.reclaimed
-        self._added_blocks = 0
         self._reclaim_due = self._reclaimed_blocks > 0
         self._counters = PassCounters()
         self._workspace = memory.reserve(self._needs.pass_bytes, "workspace")
@@ -81,20 +80,6 @@ class SequenceKV:
         """Collect the scores of chunks in later forwards; None stops collecting."""
         self._scores = scores
         self.cache = self._pass_cache()
-
-    def reclaim(self, nbytes: int) -> None:
-        """Use `nbytes` bytes of device memory, in total, that another owner gave back for good. The
-        next pass takes them.
-        """
-        blocks = nbytes // self.kv.shape.block_bytes - self._added_blocks
-        if not blocks:
-            return
-        self._copies.cancel()
-        self.kv.release_reclaimed()
-        self._memory.trim()
-        self._added_blocks += blocks
-        self._reclaimed_blocks += blocks
-        self._reclaim_due = True
 
     def release_reclaimed(self) -> bool:
         """Free reclaimed memory for good, because another process uses the device's memory. Return

@@ -165,10 +165,6 @@ class StreamedWeights:
         self._trace = trace
         self._views: dict[tuple[int, int], Views] = {}
 
-    def forget(self) -> None:
-        """Drop the views of slots that layers were streamed through."""
-        self._views.clear()
-
     @contextmanager
     def layer(self, index: int) -> Iterator[Views]:
         """Weights.layer. Raises LinkError."""

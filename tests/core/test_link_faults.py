@@ -134,9 +134,7 @@ def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(
     assert engine.generate(PROMPT, GREEDY).token_ids == expected
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "left"), [(Context, "end", 0), (Request, "drop_what_never_pays", 1)]
-)
+@pytest.mark.parametrize(("owner", "name", "left"), [(Context, "end", 0), (Request, "refresh", 2)])
 def test_what_fails_between_passes_and_at_the_end_leaves_what_was_generated(
     tiny, monkeypatch, owner: type, name: str, left: int
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -19,41 +18,7 @@ class Observed(Protocol):
     warm: bool
 
 
-@dataclass
-class Ledger:
-    """Cost of one level's drafts compared with plain decoding, over all requests.
-
-    drafts: number of counted drafts; a draft counts if its round was warm and the time of a round
-        without a draft is known
-    seconds: time that the counted rounds took
-    plain_seconds: time that their tokens would have taken without drafts
-    idle: number of passes at whose end drafting did not pay, since drafts last had a total gain
-    """
-
-    drafts: int = 0
-    seconds: float = 0.0
-    plain_seconds: float = 0.0
-    idle: int = 0
-
-    def count(self, outcome: Observed, plain_seconds: float) -> None:
-        """Count a round. plain_seconds: time of a round without a draft"""
-        self.drafts += 1
-        self.seconds += outcome.draft_seconds + outcome.verify_seconds
-        self.plain_seconds += (outcome.accepted + 1) * plain_seconds
-
-    @property
-    def has_paid(self) -> bool:
-        return self.plain_seconds >= LEAST_GAIN * self.seconds
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether drafts have gained nothing significant, and are not expected to."""
-        return self.drafts >= _LEAST_DRAFTS and self.idle >= _IDLE_PASSES
-
-
 class DraftLength(Protocol):
-    ledger: Ledger
-
     def choose(self, most: int) -> int:
         """Return the most tokens to propose next, 0 to `most`."""
 
@@ -65,16 +30,9 @@ class DraftLength(Protocol):
 
     def observe(self, outcome: Observed) -> None: ...
 
-    def count(self, outcome: Observed) -> None:
-        """Count a round in `ledger` alone: its draft was a tree, whose size is chosen elsewhere."""
-
-    def end_pass(self) -> None:
-        """Note the end of a target pass. `ledger.idle` counts passes in which drafts do not pay."""
-
 
 class Fixed:
     def __init__(self, tokens: int) -> None:
-        self.ledger = Ledger()
         self._tokens = tokens
 
     def choose(self, most: int) -> int:
@@ -84,12 +42,6 @@ class Fixed:
         return True
 
     def observe(self, outcome: Observed) -> None:
-        pass
-
-    def count(self, outcome: Observed) -> None:
-        pass
-
-    def end_pass(self) -> None:
         pass
 
 
@@ -113,8 +65,6 @@ class Auto:
     the times.
 
     A draft is not made if it would gain less than a tenth: text would arrive in bursts for nothing.
-    A level never pays if its `ledger` is lost: its drafts never made up for their time, and none
-    has been worth its seconds for many passes.
 
     The length depends on draft tokens and their distributions, never on the verifier's random
     numbers, so the output distribution is unchanged.
@@ -136,7 +86,6 @@ class Auto:
         plain_first: whether the first round has no draft, to measure the time that drafts have to
             beat; False if a pass is too slow to be spent on this
         """
-        self.ledger = Ledger()
         self._most = most
         self._first = first
         self._prior = acceptance
@@ -151,7 +100,6 @@ class Auto:
         self._draft_seconds = 0.0
         self._draft_tokens = 0.0
         self._seconds_per_token = 0.0
-        self._plain_known = False
         self._idle_rounds = 0
 
     def choose(self, most: int) -> int:
@@ -201,23 +149,9 @@ class Auto:
         if not outcome.warm:
             return
         self._verify.observe(outcome.drafted, outcome.verify_seconds)
-        self._plain_known |= not outcome.drafted
         if outcome.drafted:
-            self.count(outcome)
             self._draft_seconds = self._draft_seconds * _MEMORY + outcome.draft_seconds
             self._draft_tokens = self._draft_tokens * _MEMORY + outcome.drafted
-
-    def count(self, outcome: Observed) -> None:
-        """DraftLength.count."""
-        if outcome.warm and self._plain_known:
-            self.ledger.count(outcome, self._verify.at(0))
-
-    def end_pass(self) -> None:
-        """DraftLength.end_pass."""
-        if self.ledger.has_paid and self.ledger.drafts:
-            self.ledger.idle = 0
-        elif self._idle_rounds:
-            self.ledger.idle += 1
 
     @property
     def _known(self) -> bool:
@@ -246,10 +180,6 @@ class Auto:
 LEAST_GAIN = 1.1
 # While drafts do not pay, one token is drafted every so many rounds.
 _TRY_EVERY = 48
-# A level that gained nothing is dropped after this many passes in which drafts do not pay, if it
-# made at least this many drafts.
-_IDLE_PASSES = 128
-_LEAST_DRAFTS = 3
 # Factor by which a round's weight shrinks each round: about 30 rounds are remembered.
 _MEMORY = 0.97
 # Weight of the assumed acceptance: in rounds, at the start, and in tokens, always.

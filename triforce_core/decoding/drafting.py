@@ -1,4 +1,4 @@
-"""Draft lengths learned over all requests, the decoder of each request, and dropped levels."""
+"""Draft lengths learned over all requests, and the decoder of each request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.autoregressive import Autoregressive
 from triforce_core.decoding.contexts.context import Context
-from triforce_core.decoding.contexts.models import Dropped, Models
+from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.decoder import Decoder
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
 from triforce_core.decoding.hierarchy import Hierarchy
@@ -37,20 +37,7 @@ class Drafting:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._inner: DraftLength = Fixed(0)
-        self._outer: DraftLength = Fixed(0)
-        if models.budget:
-            self._outer = self._retrieval_length()
-            if models.method.has_drafter:
-                self._inner = self._length(
-                    models.method.fixed_inner_draft_tokens,
-                    AUTO_INNER_TOKENS,
-                    _DRAFTER_ACCEPTANCE,
-                    _DRAFTER_FIRST,
-                )
-        elif models.method.has_drafter:
-            self._outer = self._drafter_length()
-        self._growth = self._make_growth()
+        self._choose_lengths()
         self._tree_costs = TreeCosts()
 
     def decoder(
@@ -95,68 +82,33 @@ class Drafting:
             tallies.target,
         )
 
-    def drop_lost(self, context: Context) -> bool:
-        """Drop a level whose drafts have only lost time, if it takes device memory.
+    def give_up(self, context: Context) -> bool:
+        """Drop the levels that take device memory, for good. Return whether there were any.
 
-        Call this after each pass. Lengths and a budget that the user set are kept, whatever they
-        cost. Returns whether a level was dropped: decoders created earlier become invalid, and once
-        they are gone, `Context.reclaim` gives the level's memory to KV.
+        Decoders created earlier become invalid.
         """
-        models, runtime = self._models, self._models.runtime
-        if not models.has_one_context:
-            # Other contexts still use the levels.
+        if not context.levels.give_up():
             return False
-        if runtime.streams and 2 * context.length < runtime.plan.requirements.context_tokens:
-            # Passes over a short context stream little, so the gain of drafts there says nothing.
-            return False
-        for length in (self._inner, self._outer):
-            length.end_pass()
-        lowest = self._inner if models.budget else self._outer
-        if models.budget and models.method.budget is None and self._outer.ledger.is_lost:
-            level, ledger, drop = "retrieval", self._outer.ledger, self._drop_retrieval
-        elif models.small and lowest.ledger.is_lost:
-            level, ledger, drop = models.small.kind, lowest.ledger, self._drop_drafter
-        else:
-            return False
-        freed = drop(context)
-        models.dropped.append(
-            Dropped(level, ledger.drafts, ledger.seconds, ledger.plain_seconds, freed)
-        )
+        self._choose_lengths()
         return True
 
-    def give_up(self, context: Context) -> str | None:
-        """Drop the highest level that takes device memory, for good, and return its name.
-
-        Returns None if no level takes memory. The memory is not reclaimed for KV: another program
-        has taken it.
-        """
+    def _choose_lengths(self) -> None:
+        """Begin to learn the lengths for the levels that exist now."""
         models = self._models
+        self._inner: DraftLength = Fixed(0)
+        self._outer: DraftLength = Fixed(0)
         if models.budget:
-            level, drop = "retrieval", self._drop_retrieval
-        elif models.small:
-            level, drop = models.small.kind, self._drop_drafter
-        else:
-            return None
-        lendable = models.freed_bytes
-        drop(context)
-        models.freed_bytes = lendable
-        return level
-
-    def _drop_retrieval(self, context: Context) -> int:
-        freed = context.levels.drop_retrieval()
+            self._outer = self._retrieval_length()
+            if models.method.has_drafter:
+                self._inner = self._length(
+                    models.method.fixed_inner_draft_tokens,
+                    AUTO_INNER_TOKENS,
+                    _DRAFTER_ACCEPTANCE,
+                    _DRAFTER_FIRST,
+                )
+        elif models.method.has_drafter:
+            self._outer = self._drafter_length()
         self._growth = self._make_growth()
-        self._inner = Fixed(0)
-        self._outer = self._drafter_length() if self._models.method.has_drafter else Fixed(0)
-        return freed
-
-    def _drop_drafter(self, context: Context) -> int:
-        freed = context.levels.drop_drafter()
-        self._growth = None
-        if self._models.budget:
-            self._inner = Fixed(0)
-        else:
-            self._outer = Fixed(0)
-        return freed
 
     def _make_growth(self) -> Growth | None:
         method, small = self._models.method, self._models.small

@@ -103,9 +103,7 @@ class Hierarchy:
         self._tally.count(outcome)
         if self._growth:
             self._growth.observe(outcome, tree=self._branches)
-        if self._branches:
-            self._length.count(outcome)
-        else:
+        if not self._branches:
             self._length.observe(outcome)
         context.text.commit(outcome.tokens)
         rows, path = outcome.branches and tuple(outcome.path), outcome.path

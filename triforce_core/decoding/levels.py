@@ -47,9 +47,6 @@ class Drafter(Protocol):
     def roll_back(self, tokens: int) -> None:
         """Forget all but the first `tokens` tokens of the sequence."""
 
-    def give_up_recorded(self) -> bool:
-        """Release recorded forwards and record no more. Return whether there were any."""
-
     def close(self) -> None:
         """Release the drafter's memory."""
 
@@ -201,9 +198,6 @@ class Nothing:
 
     def roll_back(self, tokens: int) -> None:
         pass
-
-    def give_up_recorded(self) -> bool:
-        return False
 
     def close(self) -> None:
         pass

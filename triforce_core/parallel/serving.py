@@ -104,10 +104,6 @@ class _Served:
                 snapshot.mark_part(context, call.store, call.index, call.name)
             case calls.ChunkScores():
                 snapshot.known_scores(context)
-            case calls.DropRetrieval():
-                context.levels.drop_retrieval()
-            case calls.Lend():
-                context.reclaim()
             case _:
                 raise DamagedMessageError(f"{type(call).__name__} came where no rank sends it")
 

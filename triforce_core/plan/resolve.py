@@ -73,7 +73,6 @@ def _by_time(
         if fitted.memory.weights_file_bytes and chosen.weights.split and not sizes.weights.split:
             # Layers that passes read from files would be split in each pass.
             return None
-        # Nobody asked for this budget: the level may be dropped if it never pays.
         return replace(fitted, sizes=chosen)
     return None
 

@@ -245,9 +245,6 @@ class Batch:
             for own, member in zip(given, members, strict=True):
                 for item in own:
                     self._tell(member, item)
-        for member in members:
-            if not member.ended:
-                member.request.drop_what_never_pays()
 
     def _tell(self, member: Member, item: Piece | Completion | BaseException) -> None:
         try:

@@ -187,12 +187,6 @@ class Request:
             self._context.refresh(self._due)
             self._due = None
 
-    def drop_what_never_pays(self) -> None:
-        """See `Drafting.drop_lost`."""
-        if self._drafting.drop_lost(self._context):
-            self.levels_changed()
-            self._context.reclaim()
-
     def levels_changed(self) -> None:
         """Replace the decoder, because the old one refers to a dropped level."""
         self._decoder = self._make_decoder()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from math import prod
 from typing import Any
 
@@ -210,7 +209,6 @@ def drafting_stats(
     outer, inner, method = *tallies, models.method
     return {
         "levels": models.levels,
-        "dropped": [asdict(dropped) for dropped in models.dropped],
         "accept": method.accept,
         "same_bits": models.same_bits,
         "acceptance": {

@@ -74,12 +74,6 @@ RUN: dict[str, Any] = {
     "draft_tokens": {
         **{"mean": 17.3, "inner_mean": 2.5, "examined": 900, "inner_examined": 4, "trees": 7}
     },
-    "dropped": [
-        {
-            **{"level": "model", "drafts": 40, "seconds": 3.2, "plain_seconds": 2.9},
-            **{"nbytes": 270 << 20},
-        }
-    ],
     "seed": 1234567890123456789,
     "link": {
         **{"emulated": True, "floor_seconds_per_pass": 0.3, "bandwidth_gb_per_s": 25.2},
@@ -194,7 +188,7 @@ def test_the_table_of_a_run_fits(capsys, speaking: Path, width: int) -> None:
 
 def test_the_table_of_a_run_with_everything_in_it_fits(capsys, width: int) -> None:
     print_run(RUN)
-    figures = ("[4-bit].gguf", "45.05", "tokens/s", "12.35", "17.11", "(98765", "dropped", "rank")
+    figures = ("[4-bit].gguf", "45.05", "tokens/s", "12.35", "17.11", "(98765", "rank")
     check(capsys.readouterr().err, width, figures)
 
 

@@ -162,7 +162,7 @@ def test_dropping_the_level_gives_its_weights_back(tiny) -> None:
         drafting.generate(PROMPT, GREEDY)
         purposes = drafting.runtime.memory.by_purpose()
         assert purposes["int4 draft copies"] == sum(drafting.runtime.plan.requirements.int4_bytes)
-        drafting._contexts.latest.levels.drop_retrieval()
+        drafting._contexts.latest.levels.give_up()
         assert "int4 draft copies" not in drafting.runtime.memory.by_purpose()
 
 

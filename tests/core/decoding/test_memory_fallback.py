@@ -11,21 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
 from fault_points import Faults, temporaries
 from helpers import BLOCK, PLACEMENTS, random_ids
 from recorder import ReplayRecorder
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_core.model.transformer import Model
 from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError
 from triforce_offload.kv.store import KVStore
-from triforce_offload.plan.placement import Placement
-from triforce_offload.schedule import KV
 
 PROMPT = random_ids(3 * BLOCK - 4)
 GREEDY = SamplingParams(12, temperature=0)
@@ -134,18 +132,14 @@ class _Shortage(Faults):
 
 @pytest.mark.slow
 def test_as_much_is_given_back_as_it_takes(tiny) -> None:
-    """Lent memory first, then slots, KV that stays on the device, the retrieval model, the
-    drafter.
-    """
+    """Reclaimed memory first, then KV that stays on the device, then the levels that draft."""
     path = tiny("llama")[0]
     placement = replace(PLACEMENTS["kv-reclaimed"], kv_slots=4)
     seen: list[tuple[int, list[str]]] = []
     for enough in (
         lambda runtime, models, kv: kv._mirror is None,
-        lambda runtime, models, kv: len(runtime.conveyor._rings[KV]) == 2,
         lambda runtime, models, kv: not any(kv._resident.counts),
-        lambda runtime, models, kv: not models.budget,
-        lambda runtime, models, kv: models.small is None,
+        lambda runtime, models, kv: models.levels == ["target"],
     ):
         with engine(path, draft=tiny("llama-mqa")[0], placement=placement) as ours:
             expected = ours.generate(PROMPT, GREEDY).token_ids
@@ -158,38 +152,19 @@ def test_as_much_is_given_back_as_it_takes(tiny) -> None:
             faults.arm("temporary", middle)
             tokens, told = generate(ours, GREEDY, faults)
             assert tokens == expected
-            # What was given back is somebody else's: it is not lent.
+            # Released memory is another program's: nothing takes it again.
             assert ours.runtime.memory.available_bytes > before
             seen.append((len(told), ours.models.levels))
             again = ours.generate(PROMPT, GREEDY, reuse=False)
             assert again.token_ids == expected
             resident = again.stats["placement"]["resident_kv_blocks"]
-            assert (resident > 0) == (len(told) < 3)
-            assert (ours.runtime.plan.placement.resident_kv_blocks > 0) == (len(told) < 3)
+            assert (resident > 0) == (len(told) < 2)
+            assert (ours.runtime.plan.placement.resident_kv_blocks > 0) == (len(told) < 2)
     assert seen == [
         (1, ["model", "retrieval", "target"]),
         (2, ["model", "retrieval", "target"]),
-        (3, ["model", "retrieval", "target"]),
-        (4, ["model", "target"]),
-        (5, ["target"]),
+        (3, ["target"]),
     ]
-
-
-def test_what_was_given_back_is_not_lent_when_another_level_is_dropped(tiny) -> None:
-    """Only the memory of a level that never paid is lent, and never less than nothing."""
-    with engine(tiny("llama")[0], draft=tiny("llama-mqa")[0]) as ours:
-        expected = ours.generate(PROMPT, GREEDY).token_ids
-        context, models = ours._contexts.latest, ours.models
-        models.freed_bytes = earlier = 5 * models.runtime.plan.kv.shape.block_bytes
-        context.reclaim()
-        blocks = context.sequence._reclaimed_blocks
-        assert ours.drafting.give_up(context) == "retrieval"
-        assert models.freed_bytes == earlier
-        freed = ours.drafting._drop_drafter(context)
-        assert models.freed_bytes == earlier + freed
-        context.reclaim()
-        assert context.sequence._reclaimed_blocks >= blocks
-        assert ours.generate(PROMPT, GREEDY).token_ids == expected
 
 
 @pytest.mark.parametrize("kv", ["dense", "split"])
@@ -223,46 +198,28 @@ def test_kv_that_stays_on_the_device_goes_to_the_host_as_it_is(tiny, monkeypatch
 
 
 @pytest.mark.usefixtures("recordable")
-def test_what_was_recorded_is_given_back_before_the_model_it_was_recorded_of(tiny) -> None:
+def test_recorded_forwards_go_with_the_level_that_they_belong_to(tiny) -> None:
+    """And nothing is recorded of levels that are gone."""
     recorder, placement = ReplayRecorder(), replace(PLACEMENTS["kv"], kv_slots=2)
     with engine(tiny("llama")[0], placement=placement) as ours:
         expected = ours.generate(PROMPT, GREEDY).token_ids
-    with engine(tiny("llama")[0], placement=placement) as ours:
         ours.models = replace(ours.models, recorder=recorder)
+    with engine(tiny("llama")[0], placement=placement) as ours:
+        ours.models.recorder = recorder
         assert ours.generate(PROMPT, GREEDY).token_ids == expected
-        count, level = recorder.recorded, ours._contexts.latest.levels.model
+        level = ref(ours._contexts.latest.levels.model)
+        count = recorder.recorded
         assert count > 0
-        faults = _Shortage(lambda: level._recorder is None)
+        faults = _Shortage(lambda: not ours.models.budget)
         faults.arm("temporary", 500)
         tokens, told = generate(ours, GREEDY, faults)
         assert (tokens, recorder.recorded) == (expected, count)
         assert [str(it.message).rpartition("; ")[2] for it in told] == [
-            "what drafts is launched kernel by kernel"
+            "the retrieval level and the draft model are dropped"
         ]
-        assert ours.models.levels == ["retrieval", "target"]
-
-
-def test_slots_that_are_given_back_are_free(tiny) -> None:
-    """Nobody holds on to their memory, views of layers that came through them neither."""
-    placement = Placement((0, 1, 2), True, 2, 4, 4, 1)
-    options = {"method": "autoregressive", "budget": None, "placement": placement}
-    with engine(tiny("llama")[0], **options) as ours:
-        expected = ours.generate(PROMPT, GREEDY).token_ids
-        slots = [
-            StorageWeakRef(slot.buffer.untyped_storage())
-            for ring in ours.runtime.conveyor._rings.values()
-            for slot in ring
-        ]
-        before = ours.runtime.memory.available_bytes
-        ours.runtime.passes.end()
-        assert ours.runtime.give_up_slots()
         gc.collect()
-        assert sum(not slot.expired() for slot in slots) == 2 * 2
-        plan = ours.runtime.plan
-        given = 2 * plan.slot_bytes + 2 * plan.kv.shape.slot_bytes
-        assert ours.runtime.memory.available_bytes == before + given
-        assert not ours.runtime.give_up_slots()
-        assert ours.generate(PROMPT, GREEDY, reuse=False).token_ids == expected
+        assert level() is None
+        assert ours.models.levels == ["target"]
 
 
 def test_kv_stays_where_none_can_stream(tiny) -> None:

@@ -225,19 +225,6 @@ def test_ranks_interrupt_together(tiny, leaders) -> None:
         assert ours.generate(prompt, greedy(NEW)).token_ids == whole
 
 
-def test_a_level_is_dropped_everywhere(tiny, leaders) -> None:
-    path, model = tiny("llama")
-    with engine(path, 2, "kv-in-part", **METHODS["triforce"]) as ours:
-        prompt = random_ids(PROMPT)
-        first = ours.generate(prompt, greedy(10)).token_ids
-        ours.drafting._drop_retrieval(ours._contexts.latest)
-        ours._contexts.latest.reclaim()
-        again = ours.generate(prompt + first, greedy(NEW - 10))
-    assert again.stats["levels"] == ["ngram", "target"]
-    theirs = transformers_text(model, prompt)
-    assert_equal_but_for_ties(model, prompt, first + again.token_ids, theirs)
-
-
 def test_another_model_of_the_same_shape_is_told_apart(tmp_path) -> None:
     prints = []
     for scale in (0.3, 0.4, 0.3):

@@ -202,7 +202,7 @@ def framed(kind: bytes, data: bytes) -> bytes:
         (framed(b"m", b'{"kind": "Keep", "of": [1, [0, true]]}'), r"rows of Keep is \[0, True\]"),
         (framed(b"m", b'{"kind": "Refresh", "of": [1, 2.5]}'), "scored of Refresh is 2.5"),
         (framed(b"m", b'{"kind": "Draft", "of": [1, [5], null]}'), r"tokens of Draft is \[5\]"),
-        (framed(b"m", b'{"kind": "Lend", "of": []}'), "is damaged"),
+        (framed(b"m", b'{"kind": "End", "of": []}'), "is damaged"),
         (framed(b"m", b"[" * 100_000), "is damaged"),
         (framed(b"m", b"\xff\xfe"), "is damaged"),
         (struct.pack("!cQ", b"m", (1 << 30) + 1), "is more than 1073741824"),

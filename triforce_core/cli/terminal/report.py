@@ -72,7 +72,6 @@ def print_run(stats: dict[str, Any]) -> None:
             f"{format_bytes(memory['host_bytes'])}",
         ),
         ("drafting", _levels(stats)),
-        *(("dropped", _dropped(dropped)) for dropped in stats["dropped"]),
         ("seed", str(stats["seed"])),
     ]
     if crossed := _link(stats):
@@ -181,14 +180,3 @@ def _levels(stats: dict[str, Any]) -> str:
     if drafted["trees"]:
         text += f"; {_count(drafted['trees'], 'draft')} branched"
     return text
-
-
-def _dropped(dropped: dict[str, Any]) -> str:
-    """Describe a level that was dropped during the run, and the reason."""
-    names = {"model": "the drafter", "mtp": "the MTP head", "retrieval": "the retrieval level"}
-    return (
-        f"{names[dropped['level']]}, because it did not pay: {dropped['drafts']} drafts took "
-        f"{dropped['seconds']:.2f} s, and their tokens would have taken "
-        f"{dropped['plain_seconds']:.2f} s without it. Its {format_bytes(dropped['nbytes'])} are "
-        "free for KV that streams."
-    )

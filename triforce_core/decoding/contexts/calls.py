@@ -173,16 +173,6 @@ class ChunkScores(ContextCall):
 
 
 @dataclass(frozen=True)
-class DropRetrieval(ContextCall):
-    """Drop the retrieval level for good."""
-
-
-@dataclass(frozen=True)
-class Lend(ContextCall):
-    """Use the memory of dropped levels for KV."""
-
-
-@dataclass(frozen=True)
 class Close(ContextCall):
     """Close the context."""
 
@@ -190,7 +180,7 @@ class Close(ContextCall):
 CALLS: tuple[type[Call], ...] = (
     *(Load, Finish, Open, GoOn, Stop, RankStats, Spans, ClearTrace),
     *(Prefill, RunPass, Keep, Refresh, Draft, KeepDrafted, End, Restore),
-    *(LayerKV, MarkPart, ChunkScores, DropRetrieval, Lend, Close),
+    *(LayerKV, MarkPart, ChunkScores, Close),
 )
 
 

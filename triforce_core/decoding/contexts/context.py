@@ -58,7 +58,6 @@ class Context:
         with ExitStack() as stack:
             self.sequence = models.runtime.sequence()
             stack.callback(self.sequence.close)
-            self.sequence.reclaim(models.freed_bytes)
             self.levels = DraftLevels(models, self.sequence, self.tell)
             stack.callback(self.levels.close)
             self._resources = stack.pop_all()
@@ -199,11 +198,6 @@ class Context:
         """Drop the pass that was begun ahead, because no pass follows for now."""
         self.tell(calls.End())
         self.models.runtime.passes.end()
-
-    def reclaim(self) -> None:
-        """Use the memory of dropped levels for KV, once nothing refers to them."""
-        self.tell(calls.Lend())
-        self.sequence.reclaim(self.models.freed_bytes)
 
     def check_ranks(self) -> None:
         """Raise RankError if a rank was lost. Call this once the host has the ranks' results,

@@ -42,7 +42,7 @@ class MemoryFallback:
 
         attempt: a pass or a prefill that changes nothing but KV if it fails
         kept: number of tokens whose KV is valid before the attempt
-        levels_changed: called when a level was dropped for good; decoders created earlier become
+        levels_changed: called when levels were dropped for good; decoders created earlier become
             invalid
         Raises OutOfDeviceMemoryError if no memory is left to release.
         """
@@ -58,25 +58,22 @@ class MemoryFallback:
             # Outside the handler, because the error keeps the tensors of the pass alive.
             failed = True
             self._models.runtime.passes.end()
-            given = self._give_back(context)
-            if given is None and (level := self._drafting.give_up(context)):
-                given = f"the level {level!r} is dropped"
-                levels_changed()
-            if given is None:
+            if (effect := self._release(context, levels_changed)) is None:
                 raise OutOfDeviceMemoryError(why)
             warnings.warn(
-                f"the device ran out of memory ({why}); {given}", RuntimeWarning, stacklevel=2
+                f"the device ran out of memory ({why}); {effect}", RuntimeWarning, stacklevel=2
             )
 
-    def _give_back(self, context: Context) -> str | None:
-        """Release the memory that costs least to lose, and describe the effect. Return None if only
-        levels are left.
+    def _release(self, context: Context, levels_changed: Callable[[], None]) -> str | None:
+        """Release the memory that costs least to lose, and describe the effect. Return None if
+        there is none.
         """
         runtime, sequence = self._models.runtime, context.sequence
-        steps: tuple[tuple[Callable[[], bool], str], ...] = (
-            (sequence.release_reclaimed, "KV in reclaimed memory streams"),
-            (runtime.give_up_slots, "copies run less far ahead"),
-            (lambda: runtime.give_up_resident(sequence), "all KV streams"),
-            (context.levels.give_up_recorded, "what drafts is launched kernel by kernel"),
-        )
-        return next((said for give, said in steps if give()), None)
+        if sequence.release_reclaimed():
+            return "KV in reclaimed memory streams"
+        if runtime.give_up_resident(sequence):
+            return "all KV streams"
+        if self._drafting.give_up(context):
+            levels_changed()
+            return "the retrieval level and the draft model are dropped"
+        return None

@@ -42,30 +42,12 @@ class SmallModel:
         self.resources.close()
 
 
-@dataclass(frozen=True)
-class Dropped:
-    """A level that was dropped, and why.
-
-    drafts: number of drafts that were counted
-    seconds: time that they and their verification took
-    plain_seconds: time that their tokens would have taken without drafts
-    nbytes: device memory that KV may use instead
-    """
-
-    level: str
-    drafts: int
-    seconds: float
-    plain_seconds: float
-    nbytes: int
-
-
 @dataclass
 class Models:
-    """The result of loading: everything that outlives sequences and requests. A level that never
-    pays is dropped for good.
+    """The result of loading: everything that outlives sequences and requests.
 
     target: the full model; the runtime has its weights
-    method: the settings asked for, without the levels that were dropped
+    method: the settings asked for, without a draft model that was given up
     budget: number of tokens of the retrieval cache, 0 if there is no retrieval level
     kv_parts: the key-value heads of each rank that shares the target, in full-attention layers
     recent_parts: the heads of each rank in each recent store
@@ -74,8 +56,6 @@ class Models:
         target, if it has any
     recorder: records the forwards of draft levels as graphs, if given
     resources: closes everything
-    dropped: the dropped levels, in the order in which they were dropped
-    freed_bytes: device memory that dropped levels released
     weights: how the target's weights are kept, see `EngineConfig.weights`
     same_bits: whether the target gives a row the same bits in every forward
     """
@@ -90,8 +70,6 @@ class Models:
     int4_copies: Int4Copies | None = None
     recorder: Recorder | None = None
     resources: ExitStack = field(default_factory=ExitStack)
-    dropped: list[Dropped] = field(default_factory=list)
-    freed_bytes: int = 0
     weights: str = DENSE
     same_bits: bool = False
 
@@ -131,8 +109,6 @@ class Models:
     @property
     def why_no_retrieval(self) -> str:
         """Reason, for the user, why `triforce` runs without a retrieval level."""
-        if any(dropped.level == "retrieval" for dropped in self.dropped):
-            return "it never paid"
         if not self.runtime.streams:
             return "nothing streams, and it would read the same weights as a pass"
         if not self.runtime.plan.placement.streamed_layers:
@@ -147,21 +123,18 @@ class Models:
         """Release everything that loading took."""
         self.resources.close()
 
-    def drop_drafter(self) -> None:
-        """Drop the drafter. The caller must have released every user of it."""
-        self.method = replace(self.method, draft=NO_DRAFTER)
-        if self.small is not None:
-            self.small.close()
-            self.small = None
-
-    def drop_retrieval(self) -> None:
-        """Drop the retrieval level: the drafter then proposes to the target directly. The caller
-        must have released every user of the level.
+    def give_up_levels(self) -> None:
+        """Release the retrieval level's int4 copies and the draft model, for good. The caller must
+        have released every user of them.
         """
         self.budget = 0
         if self.int4_copies is not None:
             self.int4_copies.close()
             self.int4_copies = None
+        if self.small is not None:
+            self.method = replace(self.method, draft=NO_DRAFTER)
+            self.small.close()
+            self.small = None
 
     @property
     def levels(self) -> list[str]:

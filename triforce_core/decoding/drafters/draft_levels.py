@@ -107,48 +107,26 @@ class DraftLevels:
             self.note(self.retrieval.length, kept)
         self.retrieval.keep(rows)
 
-    def drop_drafter(self) -> int:
-        """Drop the drafter for good: nothing proposes at the lowest level from now on.
-
-        Returns the bytes of device memory that this released.
+    def give_up(self) -> bool:
+        """Drop the retrieval level and the draft model for good; n-grams are still looked up.
+        Return whether there were any. Do not call this in the middle of a pass.
         """
-        before = self._models.runtime.memory.available_bytes
-        self.drafter.close()
-        self.drafter = Nothing(self._models.target.device)
-        self._models.drop_drafter()
-        return self._freed_since(before)
-
-    def drop_retrieval(self) -> int:
-        """Drop the retrieval level for good. Do not call this in the middle of a pass.
-
-        Returns the bytes of device memory that this released.
-        """
-        self._tell(calls.DropRetrieval())
-        before = self._models.runtime.memory.available_bytes
+        models = self._models
+        if not models.budget and models.small is None:
+            return False
         self._retrieval_resources.close()
         self.scores = self.retrieval = self.model = None
-        self._models.drop_retrieval()
-        return self._freed_since(before)
-
-    def give_up_recorded(self) -> bool:
-        """Drop all recorded forwards and their memory pool, and record no more. Return whether
-        there were any.
-        """
-        levels = [level for level in (self.model, self.drafter) if level is not None]
-        given = [level.give_up_recorded() for level in levels]
-        self._models.recorder = None
-        self._models.runtime.memory.trim()
-        return any(given)
+        if models.small is not None:
+            self.drafter.close()
+            self.drafter = Nothing(models.target.device)
+        models.give_up_levels()
+        models.runtime.memory.trim()
+        return True
 
     def close(self) -> None:
         """Release all memory."""
         self._retrieval_resources.close()
         self.drafter.close()
-
-    def _freed_since(self, before: int) -> int:
-        freed = self._models.runtime.memory.available_bytes - before
-        self._models.freed_bytes += freed
-        return freed
 
     def _make_retrieval(self, sequence: SequenceKV) -> None:
         """Create the retrieval cache of a sequence and the forwards over it. From then on, passes

@@ -93,10 +93,6 @@ class MtpDrafter:
         self._firsts = self._firsts[:tokens]
         self._recent = self._recent[: max(0, tokens - self._begin)]
 
-    def give_up_recorded(self) -> bool:
-        """Drafter.give_up_recorded."""
-        return False
-
     def close(self) -> None:
         """Drafter.close."""
         self._kv.close()

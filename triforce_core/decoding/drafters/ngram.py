@@ -63,10 +63,6 @@ class NGramDrafter:
             else:
                 self._newest[pair] = earlier
 
-    def give_up_recorded(self) -> bool:
-        """Drafter.give_up_recorded."""
-        return False
-
     def close(self) -> None:
         self.roll_back(0)
 

@@ -103,13 +103,6 @@ class ResidentModel:
             hidden = self._model.forward(tree, self._weights, self.kv)
             return self._model.logits(hidden[put(rows, hidden.device)])
 
-    def give_up_recorded(self) -> bool:
-        """Release recorded forwards and record no more. Return whether there were any."""
-        given = any(forward.is_recorded for forward in self._forwards.values())
-        self._forwards.clear()
-        self._recorder = None
-        return given
-
     def close(self) -> None:
         """Release recorded forwards and their memory."""
         self._forwards.clear()
@@ -201,10 +194,6 @@ class _FixedForward:
         self._replay: Run | None = None
         self.hidden = model.no_states().new_zeros(size, model.config.hidden)
         self._embedded = torch.zeros_like(self.hidden) if model.embeds_apart else None
-
-    @property
-    def is_recorded(self) -> bool:
-        return self._replay is not None
 
     def take(self, tokens: torch.Tensor, position: int, rows: TreeRows | None) -> None:
         """Set the inputs."""

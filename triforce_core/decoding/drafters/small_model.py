@@ -94,10 +94,6 @@ class SmallModelDrafter:
         """Drafter.roll_back."""
         self._sure = min(self._sure, tokens)
 
-    def give_up_recorded(self) -> bool:
-        """Drafter.give_up_recorded."""
-        return self._model.give_up_recorded()
-
     def close(self) -> None:
         self._model.close()
         self._cache.close()
