@@ -24,17 +24,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what only `--all` runs, unless tests are named one by one."""
+    """Leaves out what only `--all` runs, unless tests are named one by one.
+
+    Grids marked `one_in` are whole on a GPU, which takes little time for them.
+    """
     if config.getoption("--all") or any("::" in each for each in config.args):
         return
-    seen: set[str] = set()
+    on_gpu, seen = torch.cuda.is_available(), set()
     left: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
         function = item.nodeid.split("[")[0]
         grid = item.get_closest_marker("one_in")
         further = function in seen and (
             item.get_closest_marker("first") is not None
-            or (grid is not None and not _one_in(grid.args[0], item.nodeid))
+            or (grid is not None and not on_gpu and not _one_in(grid.args[0], item.nodeid))
         )
         left[item.get_closest_marker("slow") is None and not further].append(item)
         seen.add(function)
@@ -60,6 +63,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Commands that tests run keep their caches there too, and find nobody's settings."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture(scope="session")
+def whole(pytestconfig: pytest.Config) -> bool:
+    """Whether `--all` is given: a test that costs more the more it tries does all of it then."""
+    return pytestconfig.getoption("--all")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,9 @@ OTHERS = {
     "wsl": {"--shutdown"},
 }
 SCRIPTS = "".join(
-    path.read_text("utf-8") for path in sorted((ROOT / "scripts").rglob("*")) if path.is_file()
+    path.read_text("utf-8")
+    for path in sorted((ROOT / "scripts").rglob("*"))
+    if path.suffix in {".py", ".sh"}
 )
 NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
 

@@ -172,6 +172,7 @@ def test_a_graph_computes_nothing_until_it_is_replayed_on_the_same_storage() -> 
     assert machine.faults == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "refused",
     [

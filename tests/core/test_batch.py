@@ -59,7 +59,7 @@ def prompts(count: int = len(LENGTHS)) -> list[list[int]]:
     return [random_ids(length, length) for length in LENGTHS[:count]]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize("placement", PLACED)
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_texts_are_transformers_own(tiny, method: str, placement: str) -> None:
@@ -285,6 +285,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence(tiny) -> None:
             engine(path, "ngram", **options)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("method", ["ngram", "retrieval", "model"])
 def test_all_texts_fit_in_what_was_planned(tiny, method: str) -> None:
     """Without a placement: what several texts take is in the budget from the start."""

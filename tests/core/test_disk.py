@@ -42,7 +42,7 @@ def model(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.first
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_the_text_is_the_same_with_host_memory_for_less_than_the_weights(

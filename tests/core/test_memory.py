@@ -49,7 +49,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(32)
 @pytest.mark.parametrize(
     ("family", "method", "placement"),
     [

@@ -213,6 +213,7 @@ def test_a_required_calls_grammar_allows_what_the_family_writes(family: str) -> 
 CHANNEL_CALL = HEADER.format("get_weather")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "begins", "ends"),
     [

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
 
 
+@pytest.mark.one_in(99)
 @pytest.mark.parametrize("memory", [400_000_000, 147_000_000])
 def test_text_is_that_of_the_cpu_however_seconds_choose(tiny, monkeypatch, memory: int) -> None:
     """With room for everything, and with little."""
@@ -45,6 +46,7 @@ def test_text_is_that_of_the_cpu_however_seconds_choose(tiny, monkeypatch, memor
         assert engine.memory_plan.device_bytes <= engine.memory.limit_bytes
 
 
+@pytest.mark.one_in(99)
 @pytest.mark.parametrize("rates", [None, ProcessorRates(60e9, 1e12), ProcessorRates(1e6, 1e12)])
 def test_the_processor_computes_what_would_cross_a_slow_link(tiny, monkeypatch, rates) -> None:
     path, _ = tiny("llama")

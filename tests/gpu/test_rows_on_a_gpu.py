@@ -21,7 +21,7 @@ FAMILIES = ["llama", "gemma3", "gpt-oss-moe", "qwen3_moe"]
 if REAL:
     FAMILIES += ["qwen3", "llama-mqa", "olmo2", "granite", "phi3-longrope", "smollm3-windows"]
     FAMILIES += ["olmoe"]
-PROMPT, TEXT, ROWS = (50, 150, (1, 2, 5, 17, 65)) if REAL else (20, 32, (5,))
+PROMPT, TEXT, ROWS = (50, 150, (1, 2, 5, 17, 65)) if REAL else (20, 26, (5,))
 DTYPES = ("bfloat16", "float16", "float32") if REAL else ("float16",)
 HALF = DTYPES[0]
 
@@ -32,7 +32,8 @@ def engine(path: Path, dtype: str, **options: object) -> Engine:
     return Engine.from_pretrained(path, device="cuda:0", same_bits="on", **options)
 
 
-@pytest.mark.first
+# In the interpreter it takes as long as fifty other tests.
+@(pytest.mark.first if REAL else pytest.mark.slow)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_forward(tiny, family: str, dtype: str) -> None:

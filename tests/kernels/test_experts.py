@@ -66,6 +66,7 @@ def test_rows_are_in_tiles_of_their_experts(backend) -> None:
         assert torch.equal(used, experts >= 0), "no tile without rows is multiplied"
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("name", ["dense", "int4", "split", "high", "blocks"])
 def test_products_equal_those_with_each_expert(backend, draw, name, dtype) -> None:

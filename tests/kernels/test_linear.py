@@ -65,6 +65,7 @@ def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
         kind.row_bytes(kind.elements + 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*BLOCK_TYPES, F8_E4M3.name])
 def test_decoded_numbers_are_those_of_the_gguf_package(backend, name: str) -> None:
     weight, expected = blocks(name, ROWS if backend == REFERENCE else 5)
@@ -74,6 +75,7 @@ def test_decoded_numbers_are_those_of_the_gguf_package(backend, name: str) -> No
     assert torch.equal(half, expected.half())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("name", FUSED)
 def test_products_with_few_rows_are_those_of_the_decoded_numbers(

@@ -66,6 +66,7 @@ def tree(count: int) -> list[int]:
     return [max(-1, row - choose.randint(1, 3)) for row in range(count)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("on_device", [False, True])
@@ -87,6 +88,7 @@ def test_steps_of_rows_are_the_recurrence(backend, draw, shape, on_device, dtype
     assert_near(state, states[-1], TOLERANCE[torch.float32])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [2, 17, 33])
 def test_any_path_of_a_tree_folds_to_the_recurrence_over_it(backend, draw, shape, count) -> None:
@@ -110,6 +112,7 @@ def test_any_path_of_a_tree_folds_to_the_recurrence_over_it(backend, draw, shape
         assert_near(folded, states[behind + last], TOLERANCE[torch.float32])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("count", "chunk"), [(32, 32), (96, 32), (48, 16), (24, 8)])
 @pytest.mark.parametrize("dtype", INTERPRETED)

@@ -25,6 +25,7 @@ def exact_law(row: list[float], temperature: float, top_k: int, top_p: float) ->
     return result
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("vocab", [8, 97, 5000])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
@@ -42,6 +43,7 @@ def test_laws(backend, draw, vocab, temperature, top_k, top_p) -> None:
         assert [a > 0 for a in mine] == [b > 1e-44 for b in expected]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (4500, 1.0), (4500, 0.7), (20, 0.9)])
 def test_laws_that_no_short_list_holds(backend, draw, spread, top_k, top_p) -> None:

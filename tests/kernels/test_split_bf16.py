@@ -73,6 +73,7 @@ MATRICES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(ALL_EXPONENTS, marks=pytest.mark.slow), *list(MATRICES)[1:]],

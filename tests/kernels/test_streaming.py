@@ -106,6 +106,7 @@ def make(case: Case, draw, dtype: torch.dtype):
     return [draw(case.kv_heads, *shape, dtype=dtype) for shape in shapes]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_and_tail_equal_attention_over_all_keys(backend, draw, case: Case, dtype) -> None:
@@ -117,6 +118,7 @@ def test_blocks_and_tail_equal_attention_over_all_keys(backend, draw, case: Case
     assert_near(part.lse, lse, TOLERANCE[dtype])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("case", [c for c in CASES if c.block % SIZE == 0])
 def test_mass_is_the_softmax_summed_over_each_chunk(backend, draw, case: Case, dtype) -> None:
@@ -317,6 +319,7 @@ def test_attention_over_a_cache(backend, draw, case, capacity, end, on_device, d
     assert_near(out, expected, TOLERANCE[dtype])
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("window", [1, 2, 5, 33, 64, 200])
 @pytest.mark.parametrize(

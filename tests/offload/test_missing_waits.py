@@ -279,7 +279,7 @@ NO_WAITS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("adversary", list(Adversary))
 @pytest.mark.parametrize("scenario", [copies, times, passes, staged, on_demand, graphs])
 def test_with_every_wait_nothing_is_noticed(
@@ -290,6 +290,7 @@ def test_with_every_wait_nothing_is_noticed(
     assert machine.faults == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("wait", WAITS, ids=str)
 def test_a_wait_left_out_is_caught(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_out(wait, monkeypatch)
@@ -302,7 +303,7 @@ def test_a_wait_left_out_is_caught(wait: Wait, monkeypatch: pytest.MonkeyPatch) 
     assert caught or machine.faults, "nothing was noticed"
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("wait", WAITS, ids=str)
 def test_a_function_that_is_compiled_again_with_its_wait_passes(
     wait: Wait, monkeypatch: pytest.MonkeyPatch

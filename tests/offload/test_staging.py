@@ -74,7 +74,7 @@ def test_a_failed_part_fails_the_copy_and_what_needs_it() -> None:
     link.close()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.first
 @pytest.mark.parametrize("most", [0, 10_000, 40_000])
 @pytest.mark.parametrize("placement", ["kv", "both-one-slot"])
 def test_texts_are_the_same_whatever_could_be_pinned(

@@ -129,6 +129,7 @@ def planned(capsys, monkeypatch) -> Callable[..., Callable[[int], str]]:
     return plan
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("arguments", PLANS.values(), ids=PLANS)
 def test_plans_fit(planned, arguments: Sequence[str]) -> None:
     at = planned(*arguments)

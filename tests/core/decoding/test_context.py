@@ -55,6 +55,7 @@ def another(choose: random.Random, known: Sequence[int]) -> list[int]:
     return [*known[:kept], *(choose.randrange(VOCAB) for _ in range(new))]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "placement", ["resident", "kv", "kv-in-part", "kv-reclaimed", "both-one-slot"]
 )
@@ -108,7 +109,7 @@ def _rule(choose: random.Random):
     return make_rule("optimal", choose.randrange(1 << 30), torch.device("cpu"))
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.first
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("placement", ["kv", "kv-reclaimed"])
 def test_greedy_text_is_that_of_a_fresh_context(tiny, method: str, placement: str) -> None:
@@ -186,6 +187,7 @@ def test_dynamic_rope_keeps_only_what_it_would_rotate_alike(tiny) -> None:
             assert_equal_but_for_ties(twin, prompt, result.token_ids, theirs[0, tokens:].tolist())
 
 
+@pytest.mark.first
 @pytest.mark.usefixtures("recordable")
 @pytest.mark.parametrize("method", ["retrieval", "model"])
 def test_graphs_that_one_request_recorded_serve_the_next(tiny, method: str) -> None:

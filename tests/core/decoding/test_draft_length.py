@@ -62,7 +62,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("confident", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
 def test_auto_is_near_the_best_fixed_length(world: str, confident: bool) -> None:

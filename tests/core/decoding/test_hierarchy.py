@@ -56,7 +56,7 @@ def filled(options: dict, own: Path, other: Path) -> dict:
     return {**options, "draft": places.get(options["draft"], options["draft"])}
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
     path, model = tiny(family)
@@ -83,7 +83,7 @@ def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
                 assert_equal_but_for_ties(model, prompt, result.token_ids, expected)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 7, 8, 9, BLOCK, BLOCK + 1, 100])
 @pytest.mark.parametrize("draft_tokens", [1, 2, 16, 64])
 def test_any_prompt_and_draft_length_equals_transformers(tiny, prompt_tokens, draft_tokens) -> None:
@@ -129,6 +129,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(tiny) -> None:
             assert stats["draft_tokens"]["mean"] == (NEW - 1 - passes) / passes
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("stop_at", [1, 2, 5, 11, 30])
 def test_end_of_text_inside_a_draft_ends_the_output(tmp_path, tiny, method, stop_at) -> None:
@@ -148,6 +149,7 @@ def test_end_of_text_inside_a_draft_ends_the_output(tmp_path, tiny, method, stop
             assert result.finish_reason == "length"
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_coupled_text_depends_on_the_seed_alone(tiny, temperature: float) -> None:
     path, _ = tiny("llama")
@@ -175,6 +177,7 @@ def test_a_seed_repeats_with_fixed_lengths(tiny) -> None:
     assert all(text == texts[0] for text in texts)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_placements_are_bitwise_equal(tiny, family: str, monkeypatch) -> None:
     """L5: at every level, wherever the KV cache lives."""

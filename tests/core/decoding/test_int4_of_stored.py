@@ -25,6 +25,7 @@ def engine(path: Path, **options: object) -> Engine:
     return Engine.from_pretrained(path, **common | {"budget": 32, "draft_tokens": 5} | options)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("placement", ["int4", "int4-in-part"])
 @pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_5"])
 def test_copies_of_fp8_weights_draft_for_them(tmp_path, family: str, placement: str) -> None:

@@ -136,6 +136,7 @@ def test_of_a_long_text_it_sees_the_first_and_the_recent_pairs(headed) -> None:
         own.close()
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("tokens", [1, 2, 70])
 def test_text_is_that_of_transformers(headed, run: str, tokens: int) -> None:

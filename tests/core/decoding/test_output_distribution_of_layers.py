@@ -75,8 +75,8 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("family", "way", "samples"),
     [
-        ("gemma4", "retrieval", SAMPLES // 5),
         ("qwen3_5", "retrieval, mtp", SAMPLES // 5),
+        pytest.param("gemma4", "retrieval", SAMPLES // 5, marks=pytest.mark.slow),
         *(
             pytest.param(family, way, SAMPLES, marks=pytest.mark.slow)
             for index, family in enumerate(FAMILIES)

@@ -172,6 +172,7 @@ def run(
 LENGTHS = {(5, 2): TOKENS, (1, 1): 4_000, (8, 3): 4_000, (4, 8): 4_000}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_hierarchy_has_the_target_law(lengths: tuple[int, int]) -> None:
     p, level, accepted = run(lengths=lengths, tokens=LENGTHS[lengths])
@@ -196,7 +197,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_killed(fault: str) -> None:
     p, _, _ = run(**FAULTS[fault], until=LEAST_P)

@@ -42,7 +42,7 @@ def test_sizes_are_powers_of_two() -> None:
     assert [padded(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 32)] == [1, 2, 4, 4, 8, 8, 16, 32, 32]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*((f, DenseKV) for f in FAMILIES if f not in NEVER_RECORDED), ("llama", RoundedKV)],
@@ -191,7 +191,7 @@ def test_what_the_host_computes_is_not_recorded(tiny) -> None:
         assert engine.model.recordable
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.first
 @pytest.mark.parametrize("draft", ["ngram", "none", "{self}", "{other}"])
 def test_the_hierarchy_over_recorded_forwards_changes_no_text(tiny, draft: str) -> None:
     """Many passes, refreshes and requests; at temperature 0, and coupled at 0.8."""

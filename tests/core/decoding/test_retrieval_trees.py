@@ -152,6 +152,7 @@ def first_verdict(tokens, branches, draft_probs, target_probs, coins):
 ACCEPT_TREE = tree.accept_tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [Choosy, Stale, first_verdict])
 def test_planted_faults_are_found_out(fault: Callable) -> None:
     generator = torch.Generator().manual_seed(5)
@@ -242,6 +243,7 @@ RUNS = {
 }
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmoe", "gpt-oss-moe"])
 @pytest.mark.parametrize("run", RUNS)
 def test_greedy_texts_are_those_of_transformers(tiny, family: str, run: str) -> None:

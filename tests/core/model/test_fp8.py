@@ -36,6 +36,7 @@ def engine(path: Path, **options: object) -> Engine:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("weights", ["dense", "stored"])
 @pytest.mark.parametrize("placement", ["resident", "both", "weights-one-slot"])
 def test_greedy_text_is_that_of_the_dequantised_model(

@@ -65,6 +65,7 @@ def test_experts_in_stacked_tensors_are_the_same(tiny, tmp_path, family: str) ->
     assert texts[0] == texts[1]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("weights", ["dense", "stored"])
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_a_gguf_file_is_the_model(tmp_path, family: str, weights: str) -> None:

@@ -43,6 +43,7 @@ def quantised(tmp_path_factory):
     return make
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", WRITTEN)
 @pytest.mark.parametrize(
     "family", ["llama", "llama-tied", "qwen2", "qwen3", "glm4", "phi3-partial", "granite"]

@@ -34,6 +34,7 @@ TEXT = (
 UNKNOWN_TO_OTHERS = ("refact", "glm4", "chatglm-bpe", "seed-coder", "gpt-4o")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("pre", [name for name in _SPLITS if name not in UNKNOWN_TO_OTHERS])
 def test_a_byte_level_tokenizer_is_that_of_transformers(

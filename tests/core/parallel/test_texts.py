@@ -43,7 +43,7 @@ def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(20)
 @pytest.mark.parametrize(
     ("family", "method", "ranks"),
     [
@@ -72,18 +72,19 @@ def test_greedy_text_is_that_of_transformers(
 @pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
 @pytest.mark.first
 @pytest.mark.parametrize("family", ["olmo2", "llama-mqa", "qwen2_moe"])
-def test_in_half_precision_drafts_change_no_text_of_two_ranks(tiny, family: str) -> None:
+def test_in_half_precision_drafts_change_no_text_of_two_ranks(tiny, whole, family: str) -> None:
     """B2: two ranks add two numbers, in whichever order."""
     path, _ = tiny(family)
     prompt, texts = random_ids(PROMPT), []
-    for method in METHODS.values():
+    methods = list(METHODS.values())[: None if whole else 2]
+    for method in methods:
         options = {"dtype": "bfloat16", "accept": "coupled", **method}
         with engine(path, 2, "kv", **options) as ours:
             for temperature in (0.0, 1.0):
-                params = SamplingParams(24, temperature=temperature, seed=1)
+                params = SamplingParams(12, temperature=temperature, seed=1)
                 texts.append(ours.generate(prompt, params, reuse=False).token_ids)
-    assert texts[0::2] == [texts[0]] * len(METHODS)
-    assert texts[1::2] == [texts[1]] * len(METHODS)
+    assert texts[0::2] == [texts[0]] * len(methods)
+    assert texts[1::2] == [texts[1]] * len(methods)
 
 
 @pytest.mark.first
@@ -160,6 +161,7 @@ def test_a_small_model_drafts_on_the_first_rank_alone(tiny, leaders) -> None:
     assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("placement", "options"),
     [

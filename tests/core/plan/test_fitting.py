@@ -42,6 +42,7 @@ def crosses(fitted: Resolved) -> int:
     return fitted.memory.link_bytes
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("shape", "context"),
     [("llama3.1-8b", 131072), ("llama2-7b-128k", 65536), ("llama2-7b", 4096)],

@@ -161,6 +161,7 @@ def test_kv_takes_the_place_of_layers_byte_by_byte(model: str, context: int) -> 
             assert moved.kv.away <= plan.kv.away // 4
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model", "context"),
     [

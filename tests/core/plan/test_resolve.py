@@ -58,6 +58,7 @@ def planned(shape: str, context: int, card: str = "rtx4090"):
     return choose(case)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("shape", "context", "card"),
     [
@@ -101,6 +102,7 @@ def test_what_was_asked_for_stays() -> None:
     )
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("budget", [None, 1024])
 def test_trees_that_nobody_asked_for_leave_where_they_do_not_fit(budget: int | None) -> None:
     """Whatever fits with chains fits: the retrieval level drafts trees where there is room."""
