@@ -281,7 +281,7 @@ class EngineConfig:
     dtype: dtype of weights and KV: "auto", "float32", "bfloat16" or "float16"
     weights: how weights are kept. "dense": every number in `dtype`; "stored": in the blocks of a
         GGUF file, or in 16 bits where `dtype` is float32; "split": bfloat16 in 12 bits per number,
-        without loss, or float16 in two bytes; "auto": quantised weights as stored on a GPU; on a
+        without loss; "auto": quantised weights as stored on a GPU; on a
         CPU all weights as stored if its compiled kernels multiply by them, or if dense ones would
         stream; bfloat16 weights split on a GPU if weights or KV would stream; dense otherwise
     kv: how KV is kept: "dense", "split" (bfloat16 in 12 bits per number, without loss), or "auto"

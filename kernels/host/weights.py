@@ -109,10 +109,9 @@ def _split(weight: SplitBF16Weight) -> Weight:
 
 @stored.register
 def _high_bits(weight: HighBitsWeight) -> Weight:
-    high, base = weight.high, weight.base
-    kind = FORMATS["HIGH_F16" if base is None else "HIGH_BF16"]
-    found = Weight(kind, high.shape[1], high.stride(0), high.data_ptr())
-    found.base = None if base is None else base.data_ptr()
+    high = weight.high
+    found = Weight(FORMATS["HIGH_BF16"], high.shape[1], high.stride(0), high.data_ptr())
+    found.base = weight.base.data_ptr()
     return found
 
 

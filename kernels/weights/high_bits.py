@@ -1,8 +1,7 @@
 """The high bits of a matrix, read alone: drafting reads 8 of a number's 12 bits.
 
-The bytes are those of `split_bf16` or `split_fp16`; nothing else is stored. Mantissa bits that are
-not read are assumed to be in the middle of their range. Exceptions, and numbers that are not
-finite, count as 0.
+The bytes are those of `split_bf16`; nothing else is stored. Mantissa bits that are not read are
+assumed to be in the middle of their range. Exceptions, and numbers that are not finite, count as 0.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ from triforce_kernels.dispatch import implementation
 from triforce_kernels.weights.slices import sliced_product
 from triforce_kernels.weights.split_bf16 import CodedMatrix
 from triforce_kernels.weights.split_codes import middle_bits
-
-# Masks of float16's high byte: bits that are all 0 in a zero, and bits that are all 1 in a number
-# that is not finite. Then the middle of the low byte.
-_HALF_MAGNITUDE, _HALF_EXPONENT = 0x7F, 0x7C
-_MIDDLE = 0x80
 
 
 @dataclass(frozen=True)
@@ -49,9 +43,7 @@ class HighBitsWeight(CodedMatrix):
 
 
 def decode(weight: HighBitsWeight) -> torch.Tensor:
-    """Return [rows, columns] in bfloat16, or in float16 if the weight has no bases."""
-    if weight.base is None:
-        return _decode_halves(weight.high)
+    """Return [rows, columns] in bfloat16."""
     return middle_bits(weight.high, weight.base.unsqueeze(1)).view(torch.bfloat16)
 
 
@@ -61,7 +53,7 @@ def high_bits_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
     Meant for few rows, up to about 64, where reading the weight takes most of the time. Raises
     ValueError.
     """
-    columns, base = weight.shape[1], weight.base
+    (rows, columns), base = weight.shape, weight.base
     require(
         "high_bits_matmul",
         x.dim() == 2
@@ -70,25 +62,14 @@ def high_bits_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
         and x.stride(1) == 1
         and weight.high.is_contiguous()
         and weight.high.dtype == torch.uint8
-        and x.device == weight.device
-        and (base is None or _fits(base, weight)),
+        and base.shape == (rows,)
+        and base.dtype == torch.uint8
+        and x.device == weight.device == base.device,
         x=x,
         high=weight.high,
-        **({} if base is None else {"base": base}),
+        base=base,
     )
     return implementation("high_bits_matmul", x.device)(x, weight)
-
-
-def _fits(base: torch.Tensor, weight: HighBitsWeight) -> bool:
-    rows = weight.shape[0]
-    return base.shape == (rows,) and base.dtype == torch.uint8 and base.device == weight.device
-
-
-def _decode_halves(high: torch.Tensor) -> torch.Tensor:
-    bits = high.view(torch.int8).to(torch.int16) << 8
-    bits |= _MIDDLE
-    nothing = (high & _HALF_MAGNITUDE == 0) | (high & _HALF_EXPONENT == _HALF_EXPONENT)
-    return bits.masked_fill_(nothing, 0).view(torch.float16)
 
 
 def reference_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:

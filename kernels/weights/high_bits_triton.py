@@ -19,8 +19,7 @@ _STEP_BYTES = 256
 @triton.jit(do_not_specialize=["rows", "places", "each"])
 def _high_bits_kernel(
     x, order, experts, high_part, base, out, x_row, rows, columns, depth, places, each,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BASE: tl.constexpr,
-    GROUPED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     target, row, there, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
     if not some:
@@ -29,8 +28,7 @@ def _high_bits_kernel(
     step = tl.arange(0, DEPTH)
     # Lanes past the last column read the last column again, and are not stored.
     source = tl.minimum(column, columns - 1) + origin
-    if HAS_BASE:
-        floor = (floor_of(tl.load(base + source)) << 7)[:, None]
+    floor = (floor_of(tl.load(base + source)) << 7)[:, None]
     weight = high_part + source[:, None] * depth + step[None, :]
     left = x + row[:, None] * x_row + step[None, :]
     item = x.dtype.element_ty
@@ -39,16 +37,11 @@ def _high_bits_kernel(
     for start in range(begin * DEPTH, end * DEPTH, DEPTH):
         real = step + start < depth
         coded = tl.load(weight + start, mask=real[None, :], other=0).to(tl.int32)
-        if HAS_BASE:
-            # In the middle of the range of the low bits.
-            code = coded & 0x7F
-            above = tl.minimum((code << 4) - 120, (code << 3) + 644) + floor
-            bits = tl.where(code < 8, 0, above | ((coded & 0x80) << 8))
-            number = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        else:
-            nothing = ((coded & 0x7F) == 0) | ((coded & 0x7C) == 0x7C)
-            bits = tl.where(nothing, 0, (coded << 8) | 0x80)
-            number = bits.to(tl.int16).to(tl.float16, bitcast=True)
+        # In the middle of the range of the low bits.
+        code = coded & 0x7F
+        above = tl.minimum((code << 4) - 120, (code << 3) + 644) + floor
+        bits = tl.where(code < 8, 0, above | ((coded & 0x80) << 8))
+        number = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
         rows_of_x = tl.load(left + start, mask=there[:, None] & real[None, :], other=0.0)
         acc = tl.dot(rows_of_x, tl.trans(number.to(item)), acc, input_precision="ieee")
     place = out + target[:, None].to(tl.int64) * columns + column[None, :]
@@ -71,9 +64,8 @@ def _product(x: torch.Tensor, weight: HighBitsWeight, tiles: Tiles | None) -> to
     steps = cdiv(weight.shape[1], depth)
     parts = divided(x, tiles, tile * count, columns, steps)
     _high_bits_kernel[parts.grid(count)](
-        x, *groups, weight.high, weight.high if weight.base is None else weight.base,
-        parts.sums, x.stride(0), x.shape[0], columns, weight.shape[1], parts.sums.shape[-2],
-        parts.steps, GROUPED=tiles is not None, ROWS=tile, COLUMNS=parts.columns, DEPTH=depth,
-        HAS_BASE=weight.base is not None, num_warps=4, num_stages=3,
+        x, *groups, weight.high, weight.base, parts.sums, x.stride(0), x.shape[0], columns,
+        weight.shape[1], parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None, ROWS=tile,
+        COLUMNS=parts.columns, DEPTH=depth, num_warps=4, num_stages=3,
     )  # fmt: skip
     return parts.result(x.dtype)

@@ -42,12 +42,11 @@ class CodedMatrix(StoredWeight):
     """The part of a split matrix [rows, columns] that every way to read it needs.
 
     high: [rows, columns] uint8
-    base: [rows] uint8, the greatest exponent of each row's finite numbers; None for float16, whose
-        high bytes need none (`split_fp16`)
+    base: [rows] uint8, the greatest exponent of each row's finite numbers
     """
 
     high: torch.Tensor
-    base: torch.Tensor | None
+    base: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,8 +58,7 @@ class CodedMatrix(StoredWeight):
 
     def rows(self, first: int, end: int) -> Self:
         """StoredWeight.rows."""
-        base = None if self.base is None else self.base[first:end]
-        return replace(self, high=self.high[first:end], base=base)
+        return replace(self, high=self.high[first:end], base=self.base[first:end])
 
     @property
     def decoded_at_once(self) -> int:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from triforce_kernels.weights.int4 import Int4Weight
     from triforce_kernels.weights.linear import StackedWeight, Weight
     from triforce_kernels.weights.split_bf16 import SplitBF16Weight
-    from triforce_kernels.weights.split_fp16 import SplitFP16Weight
-    from triforce_kernels.weights.stored import SplitWeight
 
 # Bytes. With equal alignment everywhere, vectorised kernels give bitwise equal results at any
 # placement.
@@ -59,7 +57,6 @@ class Read(Enum):
     AS_STORED: no decoding
     SPLIT_BF16: all bits of split bfloat16
     HIGH: high bits alone
-    SPLIT_FP16: the bytes of split float16, which are joined first
     GROUPS: groups of 4-bit numbers
     BLOCKS: blocks of a few bits a number, of GGUF and FP8
     """
@@ -67,7 +64,6 @@ class Read(Enum):
     AS_STORED = "as stored"
     SPLIT_BF16 = "split bf16"
     HIGH = "high bits"
-    SPLIT_FP16 = "split fp16"
     GROUPS = "groups"
     BLOCKS = "blocks"
 
@@ -221,13 +217,16 @@ class Groups(Format):
 
 
 @dataclass(frozen=True)
-class SplitFormat(Matrix):
-    """A matrix whose numbers are split into high bits, which can be computed with alone, and low
-    bits, which may be elsewhere.
+class SplitBF16(Matrix):
+    """A bfloat16 matrix with an even number of columns, in 12 bits per number and room for
+    exceptions (`triforce_kernels.weights.split_bf16`). Its high bits can be computed with alone;
+    its low bits may be elsewhere.
     """
 
+    read: ClassVar[Read] = Read.SPLIT_BF16
     draft_read: ClassVar[Read] = Read.HIGH
     split: ClassVar[bool] = True
+    multiplies_experts: ClassVar[bool] = True
 
     @property
     def nbytes(self) -> int:
@@ -238,72 +237,17 @@ class SplitFormat(Matrix):
         return self.rows * self.columns
 
     @property
-    @abstractmethod
     def high_bytes(self) -> int:
         """Size without the low bits."""
-
-    @property
-    @abstractmethod
-    def low_bytes(self) -> int:
-        """Size of the low bits, which only passes read."""
-
-    @abstractmethod
-    def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitWeight: ...
-
-    @abstractmethod
-    def high(self, buffer: torch.Tensor) -> HighBitsWeight: ...
-
-    def view(self, buffer: torch.Tensor) -> SplitWeight:
-        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes :])
-
-
-@dataclass(frozen=True)
-class SplitFP16(SplitFormat):
-    """A float16 matrix, stored as the high bytes and the low bytes of its numbers
-    (`triforce_kernels.weights.split_fp16`).
-    """
-
-    read: ClassVar[Read] = Read.SPLIT_FP16
-
-    @property
-    def high_bytes(self) -> int:
-        return aligned(self.rows * self.columns)
-
-    @property
-    def low_bytes(self) -> int:
-        return aligned(self.rows * self.columns)
-
-    def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitFP16Weight:
-        from triforce_kernels.weights.split_fp16 import SplitFP16Weight
-
-        return SplitFP16Weight(self._bytes(high), None, self._bytes(low))
-
-    def high(self, buffer: torch.Tensor) -> HighBitsWeight:
-        from triforce_kernels.weights.high_bits import HighBitsWeight
-
-        return HighBitsWeight(self._bytes(buffer), None)
-
-    def _bytes(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[: self.rows * self.columns].view(self.rows, -1)
-
-
-@dataclass(frozen=True)
-class SplitBF16(SplitFormat):
-    """A bfloat16 matrix with an even number of columns, in 12 bits per number and room for
-    exceptions (`triforce_kernels.weights.split_bf16`).
-    """
-
-    multiplies_experts: ClassVar[bool] = True
-
-    read: ClassVar[Read] = Read.SPLIT_BF16
-
-    @property
-    def high_bytes(self) -> int:
         return sum(map(aligned, self._high_sizes))
 
     @property
     def low_bytes(self) -> int:
+        """Size of the low bits, which only passes read."""
         return aligned(self.rows * self.columns // 2)
+
+    def view(self, buffer: torch.Tensor) -> SplitBF16Weight:
+        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes :])
 
     def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitBF16Weight:
         import torch

@@ -26,7 +26,6 @@ from bench.workloads import MODEL, SAMPLING, stretches
 from frame import Benchmark, Figures, Option
 from triforce_kernels.kv.rounding import rounded, scale_of
 from triforce_kernels.sampling.sampling import distribution
-from triforce_kernels.weights.high_bits import HighBitsWeight, decode
 from triforce_kernels.weights.int4 import dequantise, quantise
 from triforce_kernels.weights.split_codes import base_of, high_codes, middle_bits
 
@@ -48,12 +47,6 @@ def high_bits(numbers: torch.Tensor, dim: int = 1) -> torch.Tensor:
     return middle_bits(high, base.to(torch.uint8)).view(torch.bfloat16).float()
 
 
-def high_bytes(matrix: torch.Tensor) -> torch.Tensor:
-    """Round to the high bytes of float16."""
-    both = matrix.half().view(torch.uint8).view(*matrix.shape, 2)
-    return decode(HighBitsWeight(both[..., 1].contiguous(), None)).float()
-
-
 def groups(matrix: torch.Tensor) -> torch.Tensor:
     """Round to 4 bits in groups that share a scale."""
     return dequantise(quantise(matrix, GROUP)).float()
@@ -70,7 +63,6 @@ READINGS: dict[str, tuple[float, Reading | None, Reading | None, Reading | None]
     "layers by high bits": (8, high_bits, None, None),
     "output matrix by high bits": (8, None, high_bits, None),
     "both": (8, high_bits, high_bits, None),
-    "layers by high bytes of float16": (8, high_bytes, None, None),
     f"layers in groups of {GROUP} of 4 bits": (4.5, groups, None, None),
     "KV by high bits": (8, None, None, lambda kv: high_bits(kv, 2)),
     "KV in whole numbers": (8, None, None, whole_numbers),

@@ -270,7 +270,6 @@ def launch_coded(dtype: torch.dtype) -> None:
     for rows in (1, 17, 64):
         split_matmul(empty(rows, 4096), weight)
         high_bits_matmul(empty(rows, 4096), HighBitsWeight.of(weight))
-        high_bits_matmul(empty(rows, 4096), HighBitsWeight(weight.high, None))
     heads, tokens, head_dim = 4, 64, 128
     block = torch.zeros(heads, tokens, head_dim, dtype=torch.bfloat16)
     at = SplitBlockLayout.of(heads, tokens, head_dim)

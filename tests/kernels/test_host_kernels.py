@@ -25,7 +25,6 @@ from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.linear import Weight, linear
-from triforce_kernels.weights.split_fp16 import SplitFP16Weight
 
 LIBRARY = found.library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs the compiled kernels")
@@ -65,15 +64,11 @@ def weights(columns: int) -> dict[str, Weight]:
     # Some numbers far below the others are exceptions.
     rare = torch.rand(dense.shape, generator=generator) < 0.01
     split = split_bf16.encode(dense.where(~rare, dense * 1e-9).bfloat16())
-    high, low = torch.empty(2, *dense.shape, dtype=torch.uint8)
-    half = SplitFP16Weight(high, None, low)
-    half.write(dense.half())
     made: dict[str, Weight] = {
         "F32": dense,
         "split bf16": split,
         "part of split bf16": split.rows(5, 36),
         "high bf16": HighBitsWeight.of(split),
-        "high f16": HighBitsWeight.of(half),
     }
     for group in int4.GROUPS:
         if columns % group == 0:

@@ -25,8 +25,6 @@ from triforce_offload.weights.formats import (
     Groups,
     Read,
     SplitBF16,
-    SplitFP16,
-    dtype_name,
     matrix,
 )
 from triforce_offload.weights.layouts import FlatLayout
@@ -163,19 +161,15 @@ def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> L
 
 
 def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
-    """Return layouts with split matrices, and all else in `dtype`, which is bfloat16 or float16.
+    """Return layouts with split matrices, and all else in `dtype`, which is bfloat16.
 
-    Matrices of bfloat16 with an odd number of columns stay dense, and those that have too many
-    numbers (experts of the largest models).
+    Matrices with an odd number of columns stay dense, and those that have too many numbers (experts
+    of the largest models).
 
-    dense: names of other bfloat16 matrices that stay dense: `head`, `embedding` or `layers.N.PART`
+    dense: names of other matrices that stay dense: `head`, `embedding` or `layers.N.PART`
     """
 
-    halves = dtype_name(dtype) == "float16"
-
     def split(name: str, shape: tuple[int, ...]) -> Format:
-        if halves:
-            return SplitFP16(*shape)
         if shape[1] % 2 or name in dense or prod(shape) > limits.MOST_SPLIT_NUMBERS:
             return Dense(shape, dtype)
         return SplitBF16(*shape)

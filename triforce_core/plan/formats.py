@@ -87,11 +87,9 @@ def _weights(
     if config.weights == DENSE:
         return sizes.weights
     if config.weights == SPLIT:
-        name = dtype_name(sizes.dtype)
-        if name not in ("bfloat16", "float16"):
+        if (name := dtype_name(sizes.dtype)) != "bfloat16":
             raise UsageError(
-                f"only bfloat16 and float16 can be split, and weights are in {name} here: use "
-                "--dtype"
+                f"only bfloat16 can be split, and weights are in {name} here: use --dtype bfloat16"
             )
         return split_layouts(sizes.config, sizes.dtype, unsplit)
     stored = stored_layouts(sizes.config, sizes.dtype, pieces)

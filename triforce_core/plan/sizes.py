@@ -45,7 +45,7 @@ from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import coding_bytes, reader_bytes, rounding_bytes
 from triforce_offload.plan.requirements import Requirements
 from triforce_offload.units import format_bytes
-from triforce_offload.weights.formats import ElementType, dtype_name
+from triforce_offload.weights.formats import ElementType
 from triforce_offload.weights.layouts import FlatLayout
 
 # Number of prompt tokens for which a layer is computed at a time.
@@ -227,14 +227,11 @@ class ModelSizes:
         decoded = min(self.weights.decoded_numbers, largest)
         sizes, blocks = (config, tokens, decoded, self.dtype.itemsize), self.weights.block_types
         if self._by_host(tokens):
-            # Split float16 is always joined.
-            fused = all(map(self.device.has_kernel, blocks))
-            if self.weights.split:
-                fused = dtype_name(self.dtype) != "float16"
+            fused = self.weights.split or all(map(self.device.has_kernel, blocks))
             return host_product_bytes(config, tokens, 0 if fused else decoded, sizes[-1])
         if self.weights.split:
-            # With few rows, split bfloat16 is multiplied directly; split float16 is always joined.
-            joins = tokens * self.sequences > FEW_ROWS or dtype_name(self.dtype) == "float16"
+            # With few rows, a kernel multiplies by what it reads.
+            joins = tokens * self.sequences > FEW_ROWS
             total = split_bytes(*sizes, by_kernel=self.device.gpu and self.device.kernels and joins)
         else:
             total = decode_bytes(*sizes)

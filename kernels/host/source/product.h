@@ -42,7 +42,6 @@ static void decode(const Weight *w, int64_t row, int64_t first, int64_t count, f
         BLOCKS(F8_E4M3, decode_f8_e4m3, 128, 132)
     case SPLIT_BF16: decode_split_bf16(w, row, first, count, out); return;
     case HIGH_BF16: decode_high_bf16(w, row, first, count, out); return;
-    case HIGH_F16: decode_high_f16(w, row, first, count, out); return;
     case INT4: decode_int4(w, row, first, count, out); return;
     default: memcpy(out, w->data + row * w->stride + 4 * first, count * 4);
     }

@@ -90,26 +90,6 @@ static void decode_high_bf16(const Weight *w, int64_t row, int64_t first, int64_
         out[i] = high[i] & CODE ? from_bits((uint32_t)coded_one(high[i], base, 8, 4) << 16) : 0;
 }
 
-/* The high bytes of float16, each in the middle of its range. Numbers that are 0 without their low
-   bits, or not finite, are 0. */
-static void decode_high_f16(const Weight *w, int64_t row, int64_t first, int64_t count,
-                            float *out) {
-    const uint8_t *high = w->data + row * w->stride + first;
-    for (int64_t i = 0; i < count; i += W) {
-        int64_t here = count - i < W ? count - i : W;
-        uint8_t numbers[2 * W] = {0};
-        float some[W];
-        for (int64_t j = 0; j < here; j++) {
-            uint8_t byte = high[i + j];
-            int there = (byte & 0x7f) != 0 && (byte & 0x7c) != 0x7c;
-            numbers[2 * j] = there ? 0x80 : 0;
-            numbers[2 * j + 1] = there ? byte : 0;
-        }
-        store(some, from_f16(numbers));
-        memcpy(out + i, some, here * sizeof(float));
-    }
-}
-
 INLINE float scale_of(const Weight *w, const uint8_t *numbers, int64_t at) {
     if (w->scale_format == F16) return half(numbers + 2 * at);
     if (w->scale_format == BF16)

@@ -17,7 +17,7 @@ from triforce_core.plan.simulation.launches import prefill_flops
 from triforce_core.settings import EngineConfig, MachineSettings
 from triforce_offload.errors import LinkError, UsageError
 from triforce_offload.plan.placement import KV_SLOTS, WEIGHT_SLOTS
-from triforce_offload.weights.formats import SplitBF16, SplitFP16
+from triforce_offload.weights.formats import SplitBF16
 
 TINY = {
     "model_type": "llama",
@@ -246,18 +246,13 @@ def test_flops_of_a_prompt_are_those_of_its_products() -> None:
     assert prefill_flops(from_hf(TINY, {}), tokens) + masked == counter.get_total_flops()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "stored"), [(torch.bfloat16, SplitBF16(192, 64)), (torch.float16, SplitFP16(192, 64))]
-)
-def test_random_weights_come_in_split_formats_too(
-    monkeypatch, dtype: torch.dtype, stored: SplitBF16 | SplitFP16
-) -> None:
+def test_random_weights_come_in_split_formats_too(monkeypatch) -> None:
     """As every bfloat16 benchmark on a GPU needs them where something streams."""
     # Several slices, and more numbers than are drawn.
     monkeypatch.setattr("triforce_kernels.limits.DECODED_AT_ONCE", 70 * 64)
     monkeypatch.setattr("triforce_core.model.checkpoints.random_checkpoint._NOISE", 1009)
     checkpoint = RandomCheckpoint(from_hf(TINY, {}))
-    dense = torch.empty(192, 64, dtype=dtype)
+    dense, stored = torch.empty(192, 64, dtype=torch.bfloat16), SplitBF16(192, 64)
     checkpoint.read("layers.0.gate_up", dense)
     for _ in range(2):
         split = stored.view(torch.full((stored.nbytes,), 255, dtype=torch.uint8))

@@ -256,7 +256,7 @@ def test_a_rank_encodes_its_share(tiny) -> None:
 
 def test_what_has_cannot_split_is_refused_in_a_sentence(tiny, tmp_path) -> None:
     path, _ = tiny("llama")
-    with pytest.raises(UsageError, match="float16 can be split, and weights are in float32"):
+    with pytest.raises(UsageError, match="only bfloat16 can be split, and weights are in float32"):
         engine(path, "split", dtype="float32")
     with pytest.raises(UsageError, match="weights that are kept split: give weights split"):
         engine(path, "dense", draft_weights="split")

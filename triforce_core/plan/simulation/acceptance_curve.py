@@ -35,8 +35,6 @@ INT4_ACCEPTANCE = 0.95
 # float32, three stretches each: .982 after 2,000 tokens, .978 after 6,000 (bench_readings). With
 # the high bits of the output matrix, too: .969 and .960, so the output matrix is read exactly.
 SPLIT_ACCEPTANCE = 0.98
-# The same share for float16, whose high byte has two bits of mantissa: .952 and .933.
-HALVES_ACCEPTANCE = 0.942
 # The same share for a retrieval cache in 8 bits. SmolLM2-135M in float32, with the whole context in
 # the cache: .995 (bench_rounded_kv), .995 and .994 (bench_readings).
 ROUNDED_ACCEPTANCE = 0.995
@@ -63,7 +61,7 @@ class AcceptanceCurve:
     inner: acceptance of the drafter's tokens by the level above it
     churn: share of the retrieval cache that a refresh copies
     int4_copies: acceptance of drafts from int4 copies of all layers, by the exact model
-    split, halves: acceptance of drafts from the high bits of all layers, in bfloat16 and float16
+    split: acceptance of drafts from the high bits of all layers
     rounded: acceptance of drafts from a retrieval cache in 8 bits
     context: number of tokens of the context for which `outer` holds; None for far more than a
         budget
@@ -81,7 +79,6 @@ class AcceptanceCurve:
     churn: float = 0.06
     int4_copies: float = INT4_ACCEPTANCE
     split: float = SPLIT_ACCEPTANCE
-    halves: float = HALVES_ACCEPTANCE
     rounded: float = ROUNDED_ACCEPTANCE
     context: int | None = None
     assumed: bool = True
@@ -98,7 +95,6 @@ class AcceptanceCurve:
         int4: float = 0.0,
         by_high_bits: float = 0.0,
         *,
-        halves: bool = False,
         rounded: bool = False,
     ) -> float:
         """Return the acceptance with another budget. A budget that covers the whole context causes
@@ -107,7 +103,6 @@ class AcceptanceCurve:
         context: number of tokens of the context; None for far more than any budget
         int4: share of the layers with int4 copies
         by_high_bits: share of the layers that are read by their high bits
-        halves: whether these layers are float16
         rounded: whether the retrieval cache is in 8 bits
         """
         rejected = (1 - self.outer) * (self.budget / budget) ** _EXPONENT
@@ -115,7 +110,7 @@ class AcceptanceCurve:
             rejected *= _left_out(budget, context) / left_out
         held = min(max(0.0, 1 - rejected), max(_MOST, self.outer))
         weights = 1 - int4 * (1 - self.int4_copies)
-        weights *= 1 - by_high_bits * (1 - (self.halves if halves else self.split))
+        weights *= 1 - by_high_bits * (1 - self.split)
         if rounded:
             weights = min(self.rounded, weights * _ROUNDED_TOO)
         return held * weights
@@ -139,7 +134,7 @@ class AcceptanceCurve:
                     # The measured rates already include the effect.
                     curve = replace(curve, int4_copies=1.0)
                 if cache.get("reads_high_bits"):
-                    curve = replace(curve, split=1.0, halves=1.0)
+                    curve = replace(curve, split=1.0)
                 if cache.get("in_8_bits"):
                     curve = replace(curve, rounded=1.0)
                 if cache["churn"] is not None:

@@ -194,7 +194,6 @@ class Case:
             self.length,
             int4,
             by_high_bits,
-            halves=self.dtype.name == "float16",
             rounded=self.rounds_kv(plan),
         )
 
@@ -227,9 +226,9 @@ class Case:
     def check(self) -> None:
         """Raise UsageError for a context or a format that the model does not support."""
         self.method.check_weights(self.weights)
-        if self.split and self.dtype.name not in ("bfloat16", "float16"):
+        if self.split and self.dtype.name != "bfloat16":
             raise UsageError(
-                f"only bfloat16 and float16 can be split, and weights are in {self.dtype.name} here"
+                f"only bfloat16 can be split, and weights are in {self.dtype.name} here"
             )
         if self.split_kv and self.dtype.name != "bfloat16":
             raise UsageError(f"only bfloat16 can be split, and KV is in {self.dtype.name} here")

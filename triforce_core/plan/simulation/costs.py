@@ -323,11 +323,9 @@ class Costs:
         elements, nbytes: size of the matrix
         """
         hardware, dense = self.hardware, elements * self.dtype.itemsize
-        joins = read is Read.SPLIT_FP16 or (read is Read.SPLIT_BF16 and tokens > FEW_ROWS)
-        if hardware.asynchronous and joins:
+        if hardware.asynchronous and read is Read.SPLIT_BF16 and tokens > FEW_ROWS:
             decoding = (nbytes + dense) / hardware.memory_bytes_per_second
-            if read is Read.SPLIT_BF16:
-                decoding = max(decoding, self._integers(elements * DECODE_OPERATIONS))
+            decoding = max(decoding, self._integers(elements * DECODE_OPERATIONS))
             return decoding + self._product(tokens, elements, dense, Read.AS_STORED)
         if hardware.asynchronous and (counted := OPERATIONS.get(read)):
             each = next((most for rows, most in counted if tokens <= rows), counted[-1][1])

@@ -65,16 +65,16 @@ def faster_by_copies(plain: Candidate) -> Candidate | None:
 def _ways(case: Case) -> list[Case]:
     """Return the case in each combination of "auto" formats that may be the fastest.
 
-    Weights and KV in 16 bits may be split. Quantised weights may become dense on the emulated
+    Weights and KV of bfloat16 may be split. Quantised weights may become dense on the emulated
     device, where decoding takes longer than reading.
     """
-    ways = [case]
+    ways, splits = [case], case.dtype.name == "bfloat16"
     if "weights" in case.auto:
         if case.pieces and case.hardware.emulated:
             ways.append(replace(case, pieces=None))
-        elif not case.pieces and case.dtype.name in ("bfloat16", "float16"):
+        elif not case.pieces and splits:
             ways.append(replace(case, split=True))
-    if "kv" in case.auto and case.dtype.name == "bfloat16":
+    if "kv" in case.auto and splits:
         ways += [replace(each, split_kv=True) for each in ways]
     return ways
 
