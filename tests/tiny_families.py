@@ -88,6 +88,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    # A window in every layer: no KV is stored in blocks, and nothing of it streams.
+    "mistral-windows": ("Mistral", {"sliding_window": 24, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),

@@ -122,6 +122,6 @@ def reads_in_place(device: torch.device) -> bool:
 
 def reader(store: KVStore, link: Link, host: HostMemory, collected: ChunkReader) -> Reader:
     """Return the reader that suits the device of a store's memory."""
-    if reads_in_place(store.tail(0).device):
+    if reads_in_place(store.device):
         return DirectReader(store, link, host, collected)
     return collected

@@ -59,6 +59,7 @@ class KVStore:
         dense_blocks: host memory for blocks that cannot be split. Raises DoesNotFitError.
         """
         self.shape = shape
+        self.device = memory.device
         self.length = 0
         self.version = 0
         self.max_pass_tokens = max_pass_tokens
@@ -232,12 +233,11 @@ class KVStore:
 
     def commit_fill(self, tokens: int) -> None:
         """Set the length after `fill` of every layer."""
-        if any(
-            len(locations) != tokens // self.shape.block_tokens for locations in self._locations
-        ):
+        blocks = tokens // self.shape.block_tokens
+        if any(len(locations) != blocks for locations in self._locations):
             raise RuntimeError("commit_fill before every layer was filled")
         self.length = tokens
-        self._tail_start = len(self._locations[0]) * self.shape.block_tokens
+        self._tail_start = blocks * self.shape.block_tokens
 
     def roll_back(self, length: int) -> None:
         """Drop all but the first `length` tokens, and a fill that was not committed. The block in

@@ -321,7 +321,7 @@ class MemoryPlan:
         if placement.streamed_layers and placement.weight_slots < 1:
             raise UsageError("a placement that streams weights needs at least one weight slot")
         # A block that cannot be split streams, even if all others are on the device.
-        streams_kv = needs.kv.split or self.kv.blocks > self.kv.resident
+        streams_kv = self.kv.blocks > (0 if needs.kv.split else self.kv.resident)
         if streams_kv and min(placement.kv_slots, placement.staging_slots) < 1:
             raise UsageError("a placement that streams KV needs KV slots and staging slots")
 

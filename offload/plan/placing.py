@@ -80,7 +80,7 @@ def _blocks(needs: Requirements, spare: int) -> tuple[int, int]:
 def _slots_ahead(needs: Requirements, kept: int) -> int:
     """Count the slots to add to KV_SLOTS if `kept` blocks are on the device and others stream."""
     layers = needs.kv.layers
-    if kept < layers:
+    if not layers or kept < layers:
         return 0
     streamed = (needs.kv_blocks - kept) / layers
     return math.ceil(min(streamed, kept / layers / _BLOCKS_WHILE_ONE_COMES))

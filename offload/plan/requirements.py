@@ -30,7 +30,7 @@ class Requirements:
     decoding_bytes: temporaries of products with int4 draft copies
     gather_bytes: size of the device buffers through which chunks of streamed KV are retrieved; the
         host has buffers of the same size
-    kv_layers: layers that store KV in blocks; empty if all do
+    kv_layers: layers that store KV in blocks; None if all do
     windows: geometry of the KV of layers with a window; None if there are none
     states: geometry of the states of recurrent layers; None if there are none
     sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
@@ -52,7 +52,7 @@ class Requirements:
     decoding_bytes: int = 0
     low_bytes: tuple[int, ...] = ()
     expert_bytes: tuple[int, ...] = ()
-    kv_layers: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] | None = None
     windows: WindowShape | None = None
     states: StateShape | None = None
     sequences: int = 1
@@ -69,7 +69,8 @@ class Requirements:
     @cached_property
     def kv_index(self) -> tuple[int | None, ...]:
         """Index of each layer among those that store KV in blocks, None for any other layer."""
-        places = {layer: i for i, layer in enumerate(self.kv_layers or range(self.layers))}
+        storing = range(self.layers) if self.kv_layers is None else self.kv_layers
+        places = {layer: i for i, layer in enumerate(storing)}
         return tuple(places.get(layer) for layer in range(self.layers))
 
     @cached_property

@@ -42,6 +42,7 @@ METHODS = [
     *product(
         ("llama", "qwen3", "glm4", "gemma3"), ("autoregressive", "ngram", "model", "retrieval")
     ),
+    *product(("mistral-windows",), ("autoregressive", "model", "retrieval")),
     # Models whose layers have different heads, or a state, do not draft.
     *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "retrieval")),
     ("qwen3_5", "mtp"),

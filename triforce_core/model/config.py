@@ -101,15 +101,13 @@ class ModelConfig(Described):
     logit_cap: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise UnsupportedModelError if the KV of the layers differs in shape, or if all layers
-        have a window.
+        """Raise UnsupportedModelError if the KV of the layers differs in shape, or if no layer
+        attends.
         """
         full = [self.layers[layer].mixer for layer in self.kv_layers]
         windows = [self.layers[layer].mixer for layer in self.window_layers]
-        if not full:
-            raise UnsupportedModelError(
-                "a sliding_window or a recurrence in every layer is not supported (only in some)"
-            )
+        if not full and not windows:
+            raise UnsupportedModelError("a recurrence in every layer is not supported")
         for kind, mixers in (("full-attention layers", full), ("layers with a window", windows)):
             if len({(each.kv_heads, each.head_dim, each.window) for each in mixers}) > 1:
                 raise UnsupportedModelError(
@@ -120,8 +118,10 @@ class ModelConfig(Described):
 
     @property
     def attention(self) -> Attention:
-        """The mixer of the first full-attention layer; KV has one shape in all of them."""
-        return self.layers[self.kv_layers[0]].mixer
+        """The mixer of the first full-attention layer, or of the first layer if all have a window;
+        KV has one shape in all of them.
+        """
+        return self.layers[(*self.kv_layers, *self.window_layers)[0]].mixer
 
     @property
     def windowed(self) -> Attention | None:
@@ -137,11 +137,10 @@ class ModelConfig(Described):
 
     @property
     def stored_mixers(self) -> tuple[Mixer, ...]:
-        """A mixer of each kind that the model has: of full-attention layers, then of layers with a
-        window, then of recurrent ones.
+        """The mixer `attention`, then those of layers with a window and of recurrent layers, if the
+        model has such layers.
         """
-        kinds = self.kv_layers, self.window_layers, self.recurrent_layers
-        return tuple(self.layers[kind[0]].mixer for kind in kinds if kind)
+        return (self.attention, *filter(None, (self.windowed, self.recurrent)))
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ class PassCache:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Cache.attend_window."""
-        windows = self._recent.windows
+        windows, self._batch = self._recent.windows, batch
         return windows.attend(layer, qkv, batch, windows.end, sinks)
 
     def convolve(

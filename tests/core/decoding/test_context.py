@@ -59,7 +59,7 @@ def another(choose: random.Random, known: Sequence[int]) -> list[int]:
 @pytest.mark.parametrize(
     "placement", ["resident", "kv", "kv-in-part", "kv-reclaimed", "both-one-slot"]
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-windows"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-windows", "mistral-windows"])
 def test_logits_equal_those_of_a_fresh_model_whatever_the_context_held(
     tiny, family: str, placement: str
 ) -> None:

@@ -22,7 +22,7 @@ from triforce_offload.kv.windows import prefill, shape, store
 from triforce_offload.kv.windows.store import WindowStore
 
 WINDOW, NEW = 24, 40
-FAMILY = "exaone4-windows"
+FAMILY, EVERYWHERE = "exaone4-windows", "mistral-windows"
 RUNS = {
     "plain": {"method": "autoregressive"},
     "retrieval": {"draft": "none", "budget": 16, "draft_tokens": 30},
@@ -51,14 +51,15 @@ def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize("family", [FAMILY, EVERYWHERE])
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("tokens", [1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 130])
 def test_prompts_about_the_window_equal_transformers(
-    tiny, little_room, run: str, tokens: int
+    tiny, little_room, run: str, tokens: int, family: str
 ) -> None:
     """Drafts are longer than the window, so rows hide the first of the draft from the last."""
-    path, model = tiny(FAMILY)
+    path, model = tiny(family)
     prompt = random_ids(tokens, tokens)
     with engine(path, **RUNS[run]) as ours:
         assert ours.config.windowed.window == WINDOW

@@ -43,17 +43,6 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     [
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM"),
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, "sliding_window"),
-        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding"),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "sliding_window": 1024,
-                "max_window_layers": 0,
-            },
-            "sliding_window",
-        ),
         ({"sliding_window": 1024}, "sliding_window"),
         ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
@@ -67,12 +56,31 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
         ),
         ({"rope_scaling": {"rope_type": "ntk"}}, "ntk"),
         ({"use_bias": True}, "use_bias"),
-        ({"architectures": ["Exaone4ForCausalLM"], "max_position_embeddings": 8192}, "sliding"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(change: dict, named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         from_hf(LLAMA | change, {})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 1024},
+        {"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
+        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 2047},
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "use_sliding_window": True,
+            "sliding_window": 1024,
+            "max_window_layers": 0,
+        },
+    ],
+)
+def test_every_layer_may_have_a_window(change: dict) -> None:
+    config = from_hf(LLAMA | change, {})
+    assert (config.kv_layers, config.window_layers) == ((), (0, 1))
+    assert config.attention.window == config.windowed.window in (1024, 2047, 4096)
 
 
 @pytest.mark.parametrize(

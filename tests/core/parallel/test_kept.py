@@ -44,6 +44,7 @@ def goes_on(ours: Engine, path: Path, prompt: list[int]) -> list[int]:
     [
         *(("llama", 2, 1), ("llama", 1, 2), ("llama-mha", 4, 2), ("llama-mqa", 2, 4)),
         *(("exaone4-windows", 2, 1), ("exaone4-windows", 1, 2)),
+        *(("mistral-windows", 2, 1), ("mistral-windows", 1, 2)),
         *(("gemma4", 2, 1), ("gemma4", 1, 2)),
         *(("qwen3_5", 2, 1), ("qwen3_5", 1, 2), ("lfm2", 2, 1), ("lfm2", 1, 2)),
     ],

@@ -34,7 +34,16 @@ METHODS = {
 # Of these, ranks share heads and columns with biases, partial rotations or fused tensors.
 RANKED = ("llama-tied", "llama-bias", "qwen2", "qwen3")
 RANKED += ("seed-oss", "smollm3", "granite", "glm4", "phi3-partial", "ernie4_5", "exaone4")
-RANKED += ("qwen3-windows", "exaone4-windows", "gemma4", "olmo2", "olmo3", "qwen3_5", "lfm2")
+RANKED += (
+    "qwen3-windows",
+    "exaone4-windows",
+    "mistral-windows",
+    "gemma4",
+    "olmo2",
+    "olmo3",
+    "qwen3_5",
+    "lfm2",
+)
 RANKED += ("qwen3_moe", "qwen2_moe", "glm4_moe")
 
 

@@ -147,13 +147,14 @@ class Checkpoint:
         """The model's MTP head, None if the files have none that is known, or only parts of one.
         Heads with experts are not used: they take gigabytes.
         """
-        if self.config.layers[self.config.kv_layers[0]].mlp.active:
+        storing = self.config.kv_layers
+        if not storing or self.config.layers[storing[0]].mlp.active:
             return None
         held = self._source.names()
         names = head_names(held, len(self.config.layers))
         if names is None:
             return None
-        head = MtpHead(self, head_pieces(self._names, self.config.kv_layers[0], names))
+        head = MtpHead(self, head_pieces(self._names, storing[0], names))
         complete = all(
             name in held and _filled(self._source.shape(name)) == _filled(shape)
             for name, shape in head.stored_shapes()

@@ -63,7 +63,6 @@ _UNSUPPORTED = (
     (r"qwen3-next|qwen3[.]8-flash", "Qwen3-Next and Qwen3.8-Flash"),
     (r"glm-4[.]\d-flash|glm-5", "GLM-4.7-Flash and GLM-5"),
     (r"deepseek", "DeepSeek"),
-    (r"phi-3-.*4k", "Phi-3 with a window in every layer"),
     (r"granite-4.*-h", "hybrid Granite"),
     (r"command-r($|-(v|plus|08))|(^|/)aya", "Cohere before Command R7B"),
     (r"nemotron", "Nemotron"),

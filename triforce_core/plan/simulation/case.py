@@ -188,6 +188,9 @@ class Case:
         """
         int4 = len(plan.placement.int4_layers) / len(self.config.layers)
         budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
+        if not self.config.kv_layers:
+            # Nothing is retrieved, and nothing left out.
+            budget = self.context
         by_high_bits = self._high_layers(plan) / len(self.config.layers)
         return self.curve.at(
             budget,

@@ -74,7 +74,7 @@ def _ways(case: Case) -> list[Case]:
             ways.append(replace(case, pieces=None))
         elif not case.pieces and splits:
             ways.append(replace(case, split=True))
-    if "kv" in case.auto and splits:
+    if "kv" in case.auto and splits and case.config.kv_layers:
         ways += [replace(each, split_kv=True) for each in ways]
     return ways
 
@@ -185,6 +185,9 @@ def _budgets(case: Case) -> tuple[int, ...]:
         return (int(budget),)
     least, most = 2 * case.chunk_tokens, 2 * case.context
     budgets = tuple(budget for budget in BUDGETS if least <= budget < most) or (least,)
+    if not case.config.kv_layers:
+        # The retrieval level reads the windows and cheaper weights, and retrieves nothing.
+        budgets = (least,)
     # Also try no retrieval level, unless triforce is fixed or there is no drafter for drafts.
     alone = case.draft == NO_DRAFTER and _fixes_drafts(case)
     return budgets if method == "triforce" or alone else (0, *budgets)
