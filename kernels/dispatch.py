@@ -43,22 +43,22 @@ class Kernel(NamedTuple):
 
 _PATHS: dict[str, tuple[str, ...]] = {
     "attention_splits": (
-        "attention.streaming.reference_splits",
+        "attention.streaming_reference.reference_splits",
         "attention.streaming_triton.splits",
         "host.attention.splits",
     ),
     "attend_blocks": (
-        "attention.streaming.reference_blocks",
+        "attention.streaming_reference.reference_blocks",
         "attention.streaming_triton.blocks",
         "host.attention.blocks",
     ),
     "attend_tail": (
-        "attention.streaming.reference_tail",
+        "attention.streaming_reference.reference_tail",
         "attention.streaming_triton.tail",
         "host.attention.tail",
     ),
     "attend_cache": (
-        "attention.streaming.reference_cache",
+        "attention.streaming_reference.reference_cache",
         "attention.streaming_triton.cache",
         "host.attention.cache",
     ),

@@ -54,6 +54,9 @@ WINDOW_ROWS = 256
 # Keys of a text are attended to in groups of this many, counted from its first key. A piece of keys
 # that begins elsewhere gives other sums.
 ALIGNED_KEYS = 64
+# Numbers of rows of a prefill, and of keys, whose scores are capped at once. The latter is a
+# multiple of ALIGNED_KEYS.
+CAPPED_ROWS, CAPPED_KEYS = 64, 512
 # Number of rows of a prefill that the gated delta rule computes at once, a multiple of the rows
 # that are folded at a time.
 DELTA_ROWS = 256

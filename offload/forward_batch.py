@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from triforce_kernels.attention.attention import PLAIN, Softmax
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 
@@ -183,14 +184,14 @@ class Cache(Protocol):
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Rotate queries and keys, append keys and values to the context, and attend.
 
         qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys and values of the batch's rows
         batch: the forward batch, with its rotation. Parts of one forward batch come in order, layer
             by layer
-        sinks: scores of one more column of the softmax of each head, [heads] float32
+        softmax: what the softmax has beyond a plain one
 
         Returns [heads, rows, head_dim]: each row attends to the whole context, to the rows it
         follows and to itself. Raises RuntimeError, before any write, if there is no room.
@@ -201,7 +202,7 @@ class Cache(Protocol):
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Attend as `attend` does in a layer with a window, to the last tokens only.
 

@@ -150,7 +150,7 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
                 .swapaxes(1, 2)
                 .reshape(array.shape)
             )
-        if architecture == "gemma3" and "norm" in name:
+        if architecture in ("gemma2", "gemma3") and "norm" in name:
             array = array + 1
         if architecture in ("qwen35", "qwen35moe"):
             name, array = _of_qwen35(config, name, array)
@@ -267,9 +267,12 @@ def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> 
     kinds = getattr(config, "layer_types", None) or ()
     if "sliding_attention" in kinds:
         writer.add_sliding_window(config.sliding_window)
-        if config.model_type != "cohere2":
+        if config.model_type not in ("cohere2", "gemma2"):
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-    if config.model_type.startswith("gemma"):
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    elif config.model_type.startswith("gemma"):
         writer.add_float32(
             f"{_RENAMED[config.model_type]}.rope.freq_base_swa",
             config.rope_parameters["sliding_attention"]["rope_theta"],

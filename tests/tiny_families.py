@@ -194,6 +194,18 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "logit_scale": 0.5,
         },
     ),
+    # Caps of scores and of logits, which these scores reach.
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 4,
+            "tie_word_embeddings": False,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
     # A scale of scores that is not that of the heads' size, and two rotary embeddings.
     "gemma3": (
         "Gemma3",

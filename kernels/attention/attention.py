@@ -40,6 +40,21 @@ class Partial(NamedTuple):
     lse: torch.Tensor
 
 
+class Softmax(NamedTuple):
+    """What a softmax over scores has beyond a plain one.
+
+    sinks: [heads] float32, scores of one more column of each head, which has no value; see
+        `with_sinks`. None for none
+    cap: a score x becomes cap * tanh(x / cap) first (Gemma 2). None for no cap
+    """
+
+    sinks: torch.Tensor | None = None
+    cap: float | None = None
+
+
+PLAIN = Softmax()
+
+
 def partial_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -164,11 +179,12 @@ def plain_partial(
     return Partial(out.to(dtype), total.log_().add_(peak).squeeze(-1))
 
 
-def scaled_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def scaled_scores(query: torch.Tensor, key: torch.Tensor, cap: float | None = None) -> torch.Tensor:
     """Return scores of keys [kv_heads, tokens, head_dim], in float32, or float64 as the query."""
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     scaled = query.to(compute) * query.shape[-1] ** -0.5
-    return scaled @ key.to(compute).transpose(-1, -2)
+    scores = scaled @ key.to(compute).transpose(-1, -2)
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:

@@ -9,29 +9,28 @@ of a KV head is token r % tokens of the group's query head r // tokens.
 
 `attend_blocks` and `attend_tail` serve a pass over blocks and the hot tail. `attend_cache` serves a
 forward over a short cache, whose end may be known to the device alone. Prefill uses PyTorch's own
-operators, in `attention`.
+operators, in `attention`. No kernel caps scores: plain operations do, some keys at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from triforce_kernels.attention.attention import (
-    Partial,
-    attention_to_blocks,
-    merge,
-    partial_attention,
-    plain_partial,
-    scaled_scores,
-    weighed,
+from triforce_kernels.attention.attention import Partial
+from triforce_kernels.attention.scoring import ScoreBuffer
+from triforce_kernels.attention.streaming_reference import (
+    add_capped,
+    reference_blocks,
+    reference_splits,
+    reference_tail,
+    seen_keys,
 )
-from triforce_kernels.attention.masks import tree_columns, tree_mask, window_mask
-from triforce_kernels.attention.scoring import ScoreBuffer, reference_masses
 from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
-from triforce_kernels.limits import ALIGNED_KEYS
 
 
 @dataclass
@@ -42,6 +41,7 @@ class Running:
     peak, total: [splits, kv_heads, rows] greatest score, and sum of exp(score - peak)
     fresh: whether nothing was added yet; the tensors are then uninitialised
     keys: place in the text of the next key
+    cap: see `Softmax`
 
     Tensors are float32, or float64 if the query is. Each split has its own part of every piece of
     keys, so that one sequence fills a GPU; `attend_tail` merges the splits.
@@ -52,14 +52,16 @@ class Running:
     total: torch.Tensor
     fresh: bool = True
     keys: int = 0
+    cap: float | None = None
 
     @classmethod
-    def of(cls, query: torch.Tensor) -> Running:
+    def of(cls, query: torch.Tensor, cap: float | None = None) -> Running:
         """Return a fresh state for queries [kv_heads, rows, head_dim]."""
-        size = (implementation("attention_splits", query.device)(query), *query.shape)
+        splits = _kernel("attention_splits", query, cap, reference_splits)(query)
+        size = (splits, *query.shape)
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         acc = torch.empty(size, dtype=dtype, device=query.device)
-        return cls(acc, acc.new_empty(size[:-1]), acc.new_empty(size[:-1]))
+        return cls(acc, acc.new_empty(size[:-1]), acc.new_empty(size[:-1]), cap=cap)
 
 
 def attend_blocks(
@@ -96,7 +98,8 @@ def attend_blocks(
         scores=scores and scores.out,
     )
     if blocks * tokens:
-        implementation("attend_blocks", query.device)(running, query, key, value, scores)
+        attend = _kernel("attend_blocks", query, running.cap, reference_blocks)
+        attend(running, query, key, value, scores)
         running.fresh = False
         running.keys += blocks * tokens
 
@@ -145,9 +148,8 @@ def attend_tail(
         visible=visible,
         scores=scores and scores.out,
     )
-    return implementation("attend_tail", query.device)(
-        running, query, key, value, tokens, visible, scores
-    )
+    attend = _kernel("attend_tail", query, running.cap, reference_tail)
+    return attend(running, query, key, value, tokens, visible, scores)
 
 
 def attend_cache(
@@ -160,6 +162,7 @@ def attend_cache(
     *,
     first: int = 0,
     visible: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> Partial:
     """Compute causal attention of tokens over a cache that already has their keys.
 
@@ -172,6 +175,7 @@ def attend_cache(
     first: place in the text of the cache's first key
     visible: as for `attend_tail`. Columns that stand before the first key are ignored if `end` is
         on the device
+    cap: see `Softmax`
 
     Raises ValueError.
     """
@@ -205,9 +209,23 @@ def attend_cache(
         key, value, end, first = key[:, hidden:], value[:, hidden:], end - hidden, first + hidden
         if end + tokens <= window:
             window = None
+    if cap is not None:
+        running = Running.of(query, cap)
+        if not on_device:
+            key, value = key[:, : end + tokens], value[:, : end + tokens]
+        seen = seen_keys(key, tokens, end, window, visible)
+        add_capped(running, query, key, value, seen, None)
+        return Partial(running.acc[0].to(query.dtype), running.peak[0])
     return implementation("attend_cache", query.device)(
         query, key, value, tokens, end, window, first, visible
     )
+
+
+def _kernel(
+    name: str, query: torch.Tensor, cap: float | None, capped: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return the implementation of a kernel, or `capped` if scores have a cap."""
+    return implementation(name, query.device) if cap is None else capped
 
 
 def _is_place(end: int | torch.Tensor, device: torch.device, most: int) -> bool:
@@ -226,151 +244,3 @@ def _is_tree(visible: torch.Tensor, query: torch.Tensor, tokens: int, most: int 
         and visible.device == query.device
         and visible.is_contiguous()
     )
-
-
-def reference_splits(query: torch.Tensor) -> int:
-    return 1
-
-
-def reference_blocks(
-    running: Running,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scores: ScoreBuffer | None,
-) -> None:
-    if scores is None:
-        for part in attention_to_blocks(query, key, value):
-            _add(running, part, hides=False)
-        return
-    for keys, values in zip(key, value, strict=True):
-        _add(running, _piece(query, keys, values, None, scores), hides=False)
-        scores = scores.at(scores.first + keys.shape[1] // scores.size)
-
-
-def reference_tail(
-    running: Running,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tokens: int,
-    visible: torch.Tensor | None,
-    scores: ScoreBuffer | None,
-) -> Partial:
-    # What all rows see is a block, up to a place that does not depend on the number of rows:
-    # operators are faster without a mask.
-    own = tokens if visible is None else visible.shape[1]
-    if seen := max(0, key.shape[1] - own) // ALIGNED_KEYS * ALIGNED_KEYS:
-        reference_blocks(running, query, key[None, :, :seen], value[None, :, :seen], scores)
-        key, value = key[:, seen:], value[:, seen:]
-        scores = scores and scores.at(scores.first + seen // scores.size)
-    if tail := key.shape[1]:
-        mask = _tail_mask(query, tokens, tail, visible)
-        part = _piece(query, key, value, mask, scores, plain=visible is not None)
-        _add(running, part, hides=mask is not None)
-    if running.fresh:
-        return Partial(torch.zeros_like(query), torch.full_like(running.peak[0], float("-inf")))
-    return Partial(running.acc[0].to(query.dtype), running.peak[0])
-
-
-def reference_cache(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tokens: int,
-    end: int | torch.Tensor,
-    window: int | None,
-    first: int,
-    visible: torch.Tensor | None,
-) -> Partial:
-    if isinstance(end, int):
-        seen = end + tokens
-        key, value = key[:, :seen].to(query.dtype), value[:, :seen].to(query.dtype)
-        if visible is not None or window is not None:
-            if visible is None:
-                seen_keys = window_mask(tokens, end, window, query.device)
-            else:
-                seen_keys = tree_mask(visible, seen - visible.shape[1], window)
-            return partial_attention(query, key, value, mask=_additive(seen_keys, query))
-        if tokens == 1:
-            return partial_attention(query, key, value)
-        # Two calls, since an operator without a mask is faster.
-        own = slice(end, seen)
-        mask = _tail_mask(query, tokens, tokens, None)
-        parts = [partial_attention(query, key[:, own], value[:, own], mask=mask)]
-        if end:
-            parts.insert(0, partial_attention(query, key[:, :end], value[:, :end]))
-        return merge(parts)
-    columns = torch.arange(key.shape[1], device=query.device)
-    if visible is None:
-        last = (end + torch.arange(tokens, device=query.device)).unsqueeze(1)
-        seen = columns <= last
-        if window is not None:
-            seen &= columns > last - window
-    else:
-        seen = tree_columns(visible, columns - (end + tokens - visible.shape[1]), window)
-    mask = _additive(seen, query)
-    return partial_attention(query, key.to(query.dtype), value.to(query.dtype), mask=mask)
-
-
-def _additive(seen: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return a mask [tokens, keys] bool as additive [rows, keys] of the query's dtype."""
-    mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-    return mask.masked_fill_(~seen, float("-inf")).repeat(query.shape[1] // len(seen), 1)
-
-
-def _piece(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scores: ScoreBuffer | None,
-    plain: bool = False,
-) -> Partial:
-    """Compute attention to one piece of keys, and the scores of its chunks. plain: whether to use
-    plain operations, which allow a mask that hides everything
-    """
-    if scores is None and not plain:
-        return partial_attention(query, key, value, mask=mask)
-    # Only plain operations give the scores of single keys; attention then uses these scores too.
-    exact = scaled_scores(query, key)
-    if mask is not None:
-        exact += mask
-    weights, peak = weighed(exact)
-    if scores:
-        reference_masses(weights, peak, scores)
-    return plain_partial(weights, peak, value, weights.dtype)
-
-
-def _add(running: Running, part: Partial, *, hides: bool) -> None:
-    """Merge a part. The state is normalised here: its peak is a log-sum-exp, its total 1.
-
-    hides: whether some query may see no key of the part
-    """
-    out = part.out.to(running.acc.dtype)
-    if running.fresh:
-        running.acc, running.peak, running.fresh = out[None], part.lse[None], False
-        return
-    before = running.peak[0]
-    share = (part.lse - before).sigmoid_()
-    if hides:
-        # A part without a visible key counts for nothing, even if no key was visible before.
-        share.masked_fill_(part.lse == float("-inf"), 0)
-    running.acc[0].lerp_(out, share.unsqueeze(-1))
-    running.peak = torch.logaddexp(before, part.lse)[None]
-
-
-def _tail_mask(
-    query: torch.Tensor, tokens: int, tail: int, visible: torch.Tensor | None
-) -> torch.Tensor | None:
-    """Return an additive [rows, tail] mask in the query's dtype; None hides nothing."""
-    if tokens == 1 and visible is None:
-        return None
-    mask = torch.full((tokens, tail), float("-inf"), dtype=query.dtype, device=query.device)
-    if visible is None:
-        mask.triu_(tail - tokens + 1)
-    else:
-        before = tail - visible.shape[1]
-        mask[:, :before] = 0
-        mask[:, before:].masked_fill_(visible, 0)
-    return mask.repeat(query.shape[1] // tokens, 1)

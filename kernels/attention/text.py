@@ -8,7 +8,7 @@ from triforce_kernels import same_bits
 from triforce_kernels.attention.attention import Partial, merge, partial_attention
 from triforce_kernels.attention.masks import window_mask
 from triforce_kernels.attention.streaming import attend_cache
-from triforce_kernels.limits import WINDOW_ROWS
+from triforce_kernels.limits import CAPPED_ROWS, WINDOW_ROWS
 
 
 def attend_text(
@@ -18,6 +18,7 @@ def attend_text(
     window: int | None = None,
     *,
     first: int = 0,
+    cap: float | None = None,
 ) -> Partial:
     """Compute the attention of the last rows of a text to all of it, causally.
 
@@ -26,6 +27,7 @@ def attend_text(
         rows' own
     window: number of keys that each row attends to, its own included; None for all
     first: place in the text of the first key
+    cap: see `Softmax`
 
     A processor's compiled kernels give a row the bits that it has in a pass (`attend_cache`), if
     that is wanted (`same_bits`); else these are PyTorch's operators.
@@ -35,6 +37,8 @@ def attend_text(
     """
     heads, rows, head_dim = query.shape
     kv_heads, tokens, _ = key.shape
+    if cap is not None:
+        return _capped(query, key, value, window, cap)
     if same_bits.wanted() and same_bits.can_hold(query.device, query.dtype):
         packed = query.reshape(kv_heads, heads // kv_heads * rows, head_dim)
         part = attend_cache(packed, key, value, rows, tokens - rows, window, first=first)
@@ -49,6 +53,20 @@ def attend_text(
         past = partial_attention(packed, key[:, :start], value[:, :start])
         partials.append(Partial(past.out.reshape(query.shape), past.lse.reshape(query.shape[:2])))
     return merge(partials)
+
+
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, cap: float
+) -> Partial:
+    """`attend_text` with a cap, some rows at a time."""
+    _, rows, head_dim = query.shape
+    kv_heads, before, parts = key.shape[0], key.shape[1] - rows, []
+    for start in range(0, rows, CAPPED_ROWS):
+        some = query[:, start : start + CAPPED_ROWS]
+        packed = some.reshape(kv_heads, -1, head_dim)
+        part = attend_cache(packed, key, value, some.shape[1], before + start, window, cap=cap)
+        parts.append(Partial(part.out.view(some.shape), part.lse.view(some.shape[:2])))
+    return Partial(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
 
 
 def _windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> Partial:

@@ -42,7 +42,7 @@ METHODS = [
     *product(
         ("llama", "qwen3", "glm4", "gemma3"), ("autoregressive", "ngram", "model", "retrieval")
     ),
-    *product(("mistral-windows",), ("autoregressive", "model", "retrieval")),
+    *product(("mistral-windows", "gemma2"), ("autoregressive", "model", "retrieval")),
     # Models whose layers have different heads, or a state, do not draft.
     *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "retrieval")),
     ("qwen3_5", "mtp"),
@@ -101,8 +101,9 @@ def test_accounted_bytes_cover_what_is_allocated(
     # Marks are in host memory, which is the device's here.
     assert peak <= accounted + stats["marks"]
     if prompt_tokens > new_tokens:  # the workspace is for a prompt that fills the context
-        # With experts the workspace is for rows that all choose the same one.
-        assert accounted <= 1.35 * peak
+        # With experts the workspace is for rows that all choose the same one. Where rows need not
+        # keep their bits, temporaries are counted that compiled kernels do not take.
+        assert accounted <= (2 if family == "gemma2" else 1.35) * peak
 
 
 @pytest.mark.one_in(8)

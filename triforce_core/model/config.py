@@ -131,6 +131,11 @@ class ModelConfig(Described):
         return self.layers[self.window_layers[0]].mixer if self.window_layers else None
 
     @property
+    def caps_scores(self) -> bool:
+        """Whether scores of attention have a cap."""
+        return any(each.score_cap for each in (self.attention, self.windowed) if each)
+
+    @property
     def recurrent(self) -> Recurrent | None:
         """The mixer of the recurrent layers, None if there are none."""
         return self.layers[self.recurrent_layers[0]].mixer if self.recurrent_layers else None

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from triforce_kernels.attention.attention import PLAIN, Softmax
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import Cache, ForwardBatch
@@ -50,20 +51,20 @@ class CacheElsewhere:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend."""
-        return self._attended(self._cache.attend, layer, qkv, batch, sinks)
+        return self._attended(self._cache.attend, layer, qkv, batch, softmax)
 
     def attend_window(
         self,
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend_window."""
-        return self._attended(self._cache.attend_window, layer, qkv, batch, sinks)
+        return self._attended(self._cache.attend_window, layer, qkv, batch, softmax)
 
     def convolve(
         self,
@@ -89,9 +90,10 @@ class CacheElsewhere:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None,
+        softmax: Softmax,
     ) -> torch.Tensor:
-        mixed = attend(layer, self._here(qkv), batch, self._here(sinks))
+        here = softmax._replace(sinks=self._here(softmax.sinks))
+        mixed = attend(layer, self._here(qkv), batch, here)
         return moved(mixed, qkv.device)
 
     def _here(self, tensor: torch.Tensor | None) -> torch.Tensor | None:

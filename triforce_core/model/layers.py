@@ -46,12 +46,13 @@ class Attention(Described):
     output_gate: whether the output is multiplied by the sigmoid of a gate, which is projected with
         the queries: in "qkv" the gate of each head follows its query
     sinks: whether the softmax of each head has one more column, without a value
+    score_cap: scores x become score_cap * tanh(x / score_cap); None for no cap
     """
 
     _NEWER = frozenset(
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
-            *("value_norm", "projects_values", "output_gate", "sinks"),
+            *("value_norm", "projects_values", "output_gate", "sinks", "score_cap"),
         }
     )
 
@@ -70,6 +71,7 @@ class Attention(Described):
     projects_values: bool = True
     output_gate: bool = False
     sinks: bool = False
+    score_cap: float | None = None
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""

@@ -9,6 +9,7 @@ import torch
 
 from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, ShortConv
 from triforce_core.model.norms import Norm
+from triforce_kernels.attention.attention import Softmax
 from triforce_kernels.elementwise import sigmoid
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
@@ -77,7 +78,8 @@ class AttentionMixer:
         if batch.query_scale is not None:
             queries.mul_(batch.query_scale[:, None, None])
         attend = cache.attend if spec.window is None else cache.attend_window
-        mixed = attend(self._kv_layer, heads, batch, w.get("sinks"))
+        softmax = Softmax(w.get("sinks"), spec.score_cap)
+        mixed = attend(self._kv_layer, heads, batch, softmax)
         mixed = mixed.transpose(0, 1).reshape(batch.rows, -1)
         if spec.output_gate:
             mixed *= sigmoid(gate)

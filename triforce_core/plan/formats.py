@@ -181,6 +181,13 @@ def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
     Raises UsageError.
     """
     asked, device = config.same_bits, sizes.device
+    if sizes.config.caps_scores:
+        if asked == ON:
+            raise UsageError(
+                f"--same-bits on is not supported for {sizes.config.family} models: no kernel caps "
+                "scores of attention, and rounding depends on the number of rows without one"
+            )
+        return sizes
     if config.uses_processor:
         if asked == ON:
             raise UsageError(

@@ -10,6 +10,8 @@ from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
 from triforce_core.model.layers import Attention, DeltaNet, Mixer, Recurrent
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.limits import (
+    CAPPED_KEYS,
+    CAPPED_ROWS,
     DELTA_ROWS,
     EXPERT_TILE,
     FEW_ROWS,
@@ -162,6 +164,7 @@ def _prefill_bytes(mixer: Mixer, rows: int, itemsize: int, text_tokens: int, by_
         delta = _delta_bytes(mixer, at_once, FOLD_TOKENS, by_host)
         return max(rows * mixer.channels * 4 * 2, delta)
     attended = _wide_bytes(mixer, rows, itemsize) if by_host else _merged_bytes(mixer, rows)
+    attended += _capped_bytes(mixer, min(rows, CAPPED_ROWS), text_tokens)
     if not mixer.window:
         return attended
     past = held_tokens(mixer.window, text_tokens)
@@ -185,7 +188,7 @@ def _pass_bytes(mixer: Mixer, tokens: int, itemsize: int, text_tokens: int, by_h
         seen = MOST_HELD + 2 * tokens
         convolution = tokens * mixer.channels * (mixer.taps * (itemsize + 4) + 4)
         return max(convolution, _delta_bytes(mixer, tokens, seen, by_host))
-    merged = _merged_bytes(mixer, tokens)
+    merged = _merged_bytes(mixer, tokens) + _capped_bytes(mixer, tokens, text_tokens)
     if not mixer.window or by_host:
         return merged
     keys = window_capacity(mixer.window, text_tokens, tokens)
@@ -209,6 +212,18 @@ def _delta_bytes(mixer: Recurrent, rows: int, seen: int, by_host: bool) -> int:
 
 def _merged_bytes(mixer: Attention, tokens: int) -> int:
     return tokens * mixer.queries * 4 * 2
+
+
+def _capped_bytes(mixer: Attention, rows: int, text_tokens: int) -> int:
+    """Return the bytes for scores of `rows` rows that have a cap: which keys they see, and of some
+    keys at a time the scores, a mask, keys and values, in float32, and what they add up to.
+    """
+    if mixer.score_cap is None:
+        return 0
+    keys = min(CAPPED_KEYS, text_tokens)
+    scores = rows * keys * (mixer.heads + mixer.heads // mixer.kv_heads + 2)
+    sums = 4 * rows * mixer.queries
+    return (scores + 2 * keys * mixer.keys + sums) * 4 + rows * text_tokens * 3
 
 
 def _wide_bytes(mixer: Attention, tokens: int, itemsize: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import masses, merge, with_sinks
+from triforce_kernels.attention.attention import PLAIN, Softmax, masses, merge, with_sinks
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
@@ -55,7 +55,7 @@ class PassCache:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
         store = self._store
@@ -68,10 +68,11 @@ class PassCache:
         if not locations and scores is None and batch.visible is None:
             # A sequence that fills no block has nothing to merge.
             rows = query.reshape(store.shape.kv_heads, -1, query.shape[2])
-            part = attend_cache(rows, keys, values, batch.rows, end - batch.rows)
-            return with_sinks(part, sinks).reshape(query.shape)
+            start = end - batch.rows
+            part = attend_cache(rows, keys, values, batch.rows, start, cap=softmax.cap)
+            return with_sinks(part, softmax.sinks).reshape(query.shape)
         seen = len(locations) * store.shape.block_tokens + end
-        attention = PassAttention(query, store.shape.kv_heads, scores, seen, sinks)
+        attention = PassAttention(query, store.shape.kv_heads, scores, seen, softmax)
         elsewhere = self._processor.blocks(store, layer) if self._processor else range(0)
         if elsewhere:
             chosen = locations[elsewhere.start : elsewhere.stop]
@@ -94,11 +95,11 @@ class PassCache:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend_window."""
         windows, self._batch = self._recent.windows, batch
-        return windows.attend(layer, qkv, batch, windows.end, sinks)
+        return windows.attend(layer, qkv, batch, windows.end, softmax)
 
     def convolve(
         self,
@@ -138,16 +139,16 @@ class PassAttention:
         kv_heads: int,
         scores: ChunkScores | None,
         keys: int,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> None:
         """query: [heads, rows, head_dim]
         keys: number of all keys that will come, the rows' own included
-        sinks: see `Cache.attend`
+        softmax: see `Cache.attend`
         """
-        self._sinks = sinks
+        self._sinks = softmax.sinks
         heads, self._tokens, head_dim = self._shape = query.shape
         self._rows = query.reshape(kv_heads, heads // kv_heads * self._tokens, head_dim)
-        self._running = Running.of(self._rows)
+        self._running = Running.of(self._rows, softmax.cap)
         self._scores = scores
         self._keys = keys
         self._buffer = scores.buffer(self._rows, keys) if scores else None
@@ -160,7 +161,7 @@ class PassAttention:
         into = self._buffer
         if into:
             into = into.at(blocks.first * (tokens // into.size))
-        self._pending = processor.begin(self._rows, blocks, into)
+        self._pending = processor.begin(self._rows, blocks, into, self._running.cap)
 
     def skip(self, tokens: int) -> None:
         """Go on behind a block of `tokens` tokens that the processor has."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import with_sinks
+from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
@@ -53,23 +53,23 @@ class DenseKV:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend."""
         if self.end + batch.end > self.capacity:
             raise RuntimeError(f"{self.end + batch.end} tokens in a cache of {self.capacity}")
-        return self.attend_at(layer, qkv, self.end + batch.first, batch, sinks)
+        return self.attend_at(layer, qkv, self.end + batch.first, batch, softmax)
 
     def attend_window(
         self,
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend_window."""
         recent = self.recent
-        return recent.stores.windows.attend(layer, qkv, batch, recent.windows_end, sinks)
+        return recent.stores.windows.attend(layer, qkv, batch, recent.windows_end, softmax)
 
     def convolve(
         self,
@@ -96,7 +96,7 @@ class DenseKV:
         qkv: torch.Tensor,
         start: int | torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend with rows written after `start`, a number or [1] int64 on the device. The
         caller makes sure that there is room.
@@ -105,8 +105,10 @@ class DenseKV:
         query = rope_into(qkv, *batch.rotation, keys, values, start)
         heads, tokens, head_dim = query.shape
         rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
-        part = attend_cache(rows, keys, values, tokens, start, visible=batch.visible)
-        return with_sinks(part, sinks).reshape(query.shape)
+        part = attend_cache(
+            rows, keys, values, tokens, start, visible=batch.visible, cap=softmax.cap
+        )
+        return with_sinks(part, softmax.sinks).reshape(query.shape)
 
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
         """Copy chunks of `chunk` tokens to their slots, the first of which is at token 0.
@@ -165,20 +167,20 @@ class FixedDense:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend."""
-        return self._kv.attend_at(layer, qkv, self._end, batch, sinks)
+        return self._kv.attend_at(layer, qkv, self._end, batch, softmax)
 
     def attend_window(
         self,
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend_window."""
-        return self._stores.windows.attend(layer, qkv, batch, self._windows_end, sinks)
+        return self._stores.windows.attend(layer, qkv, batch, self._windows_end, softmax)
 
     def convolve(
         self,

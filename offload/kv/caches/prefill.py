@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import with_sinks
+from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
 from triforce_kernels.attention.text import attend_text
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
@@ -64,7 +64,7 @@ class PrefillCache:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
         if not batch.first:
@@ -74,20 +74,21 @@ class PrefillCache:
         query = rope_into(qkv, *batch.rotation, keys, values, start)
         last = batch.end == self._rows
         if last and self._scores:
-            self._score(layer, query[:, -SCORED_TOKENS:], sinks)
+            self._score(layer, query[:, -SCORED_TOKENS:], softmax)
         end = start + batch.rows
         self._store.fill(layer, self.gathered, end, last=last)
-        return with_sinks(attend_text(query, keys[:, :end], values[:, :end]), sinks)
+        part = attend_text(query, keys[:, :end], values[:, :end], cap=softmax.cap)
+        return with_sinks(part, softmax.sinks)
 
     def attend_window(
         self,
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend_window."""
-        return self._windows.attend(layer, qkv, batch, sinks)
+        return self._windows.attend(layer, qkv, batch, softmax)
 
     def convolve(
         self,
@@ -126,11 +127,11 @@ class PrefillCache:
         tail = store.tail(layer)
         self.gathered[:, :, store.length - tail.shape[2] : store.length] = tail
 
-    def _score(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    def _score(self, layer: int, query: torch.Tensor, softmax: Softmax) -> None:
         """Score the chunks by the last tokens. query: [heads, tokens, head_dim]"""
         tokens, size = self.gathered.shape[2], self._store.shape.block_tokens
         whole = (tokens - query.shape[1]) // size
         blocks = self.gathered[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
-        attention = PassAttention(query, self.gathered.shape[1], self._scores, tokens, sinks)
+        attention = PassAttention(query, self.gathered.shape[1], self._scores, tokens, softmax)
         attention.blocks(*blocks)
         attention.end(layer, *self.gathered[:, :, whole * size :])

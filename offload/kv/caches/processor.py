@@ -93,11 +93,16 @@ class ProcessorAttention:
         return range(first, first + count)
 
     def begin(
-        self, query: torch.Tensor, blocks: Blocks, into: ScoreBuffer | None
+        self,
+        query: torch.Tensor,
+        blocks: Blocks,
+        into: ScoreBuffer | None,
+        cap: float | None = None,
     ) -> PendingAttention:
         """Start attention of queries [kv_heads, rows, head_dim] on the device to blocks.
 
         into: where scores of chunks belong, from the chunk of the blocks' first key; or None
+        cap: see `Softmax`
         """
 
         def room(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -119,7 +124,7 @@ class ProcessorAttention:
             if after is not None:
                 patience(query.device).wait(after)
             with self._trace.processor("attention", layer=blocks.layer), torch.inference_mode():
-                part = self._attended(here, blocks, scores)
+                part = self._attended(here, blocks, scores, cap)
                 if into_host is None:
                     return part
                 for pinned, each in zip(into_host, part, strict=True):
@@ -137,8 +142,10 @@ class ProcessorAttention:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _attended(self, query: torch.Tensor, blocks: Blocks, scores: ScoreBuffer | None) -> Partial:
-        running = Running.of(query)
+    def _attended(
+        self, query: torch.Tensor, blocks: Blocks, scores: ScoreBuffer | None, cap: float | None
+    ) -> Partial:
+        running = Running.of(query, cap)
         running.keys = blocks.first * self._shape.block_tokens
         for run in adjacent(blocks.locations):
             for event in (event for each in run if each.source for event in each.source.after):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from triforce_kernels.attention.attention import with_sinks
+from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.kv.rounding import round_chunks, rounded, scale_of
 from triforce_kernels.layer import rope_into
@@ -99,15 +99,17 @@ class RoundedKV(DenseKV):
         qkv: torch.Tensor,
         start: int | torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """DenseKV.attend_at."""
         (keys, values), scale = self.rows[layer], self.scale[layer]
         query = rope_into(qkv, *batch.rotation, keys, values, start, scale)
         rows = query.reshape(keys.shape[0], -1, query.shape[2])
-        part = attend_cache(rows, keys, values, batch.rows, start, visible=batch.visible)
+        part = attend_cache(
+            rows, keys, values, batch.rows, start, visible=batch.visible, cap=softmax.cap
+        )
         torch.mul(part.out, scale[1].unsqueeze(1), out=part.out)
-        return with_sinks(part, sinks).reshape(query.shape)
+        return with_sinks(part, softmax.sinks).reshape(query.shape)
 
     def close(self) -> None:
         super().close()

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from triforce_kernels.attention.attention import PLAIN, Softmax
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import Cache, ForwardBatch
@@ -28,22 +29,22 @@ class SequenceCaches:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend."""
         parts = self._parts(qkv, batch)
-        return torch.cat([cache.attend(layer, *part, sinks) for cache, *part in parts], 1)
+        return torch.cat([cache.attend(layer, *part, softmax) for cache, *part in parts], 1)
 
     def attend_window(
         self,
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend_window."""
         parts = self._parts(qkv, batch)
-        return torch.cat([cache.attend_window(layer, *part, sinks) for cache, *part in parts], 1)
+        return torch.cat([cache.attend_window(layer, *part, softmax) for cache, *part in parts], 1)
 
     def convolve(
         self,

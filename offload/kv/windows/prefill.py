@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triforce_kernels.attention.attention import with_sinks
+from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
 from triforce_kernels.attention.text import attend_text
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
@@ -33,7 +33,7 @@ class WindowPrefill:
         layer: int,
         qkv: torch.Tensor,
         batch: ForwardBatch,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend_window."""
         store, shape = self._store, self._store.shape
@@ -52,7 +52,8 @@ class WindowPrefill:
             self._mark(layer, store.length + batch.end)
         # The text before the window is gone; keys keep their places.
         first = store.length + batch.first - before
-        return with_sinks(attend_text(query, keys, values, shape.window, first=first), sinks)
+        part = attend_text(query, keys, values, shape.window, first=first, cap=softmax.cap)
+        return with_sinks(part, softmax.sinks)
 
     def commit(self) -> None:
         """Make the rows tokens of the text."""

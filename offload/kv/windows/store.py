@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import with_sinks
+from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
@@ -40,7 +40,7 @@ class WindowStore(RecentStore):
         qkv: torch.Tensor,
         batch: ForwardBatch,
         end: int | torch.Tensor,
-        sinks: torch.Tensor | None = None,
+        softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend_window.
 
@@ -64,8 +64,9 @@ class WindowStore(RecentStore):
             self.shape.window,
             first=self.start,
             visible=batch.visible,
+            cap=softmax.cap,
         )
-        return with_sinks(part, sinks).reshape(query.shape)
+        return with_sinks(part, softmax.sinks).reshape(query.shape)
 
     def move(self, end: int, rows: Sequence[int]) -> None:
         """RecentStore.move."""

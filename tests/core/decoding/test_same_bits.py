@@ -40,6 +40,8 @@ BLOCK = 64
 PROMPT, TEXT = 50, 150
 ROWS = (1, 2, 5, 17, 65)
 DTYPES = ("float32", "bfloat16", "float16")
+# No kernel caps scores.
+CAPPED = "gemma2"
 
 
 def engine(path: Path, dtype: str, **options: object) -> Engine:
@@ -76,6 +78,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
         (family, *each)
         for index, family in enumerate(FAMILIES)
         for each in turns(product(DTYPES, (1, 3)), index, 2)
+        if family != CAPPED
     ],
     indirect=["threads"],
 )
@@ -88,6 +91,13 @@ def test_a_row_has_the_same_bits_in_every_forward(
         lengths = () if family == "dynamic-rope" else (PROMPT + 1, 100, TEXT)
         different = differing(running, text, PROMPT, ROWS, lengths)
     assert not any(different.values()), different
+
+
+def test_models_that_cap_scores_are_refused(models) -> None:
+    with engine(models(CAPPED), "float32") as running:
+        assert not running.models.same_bits
+    with pytest.raises(UsageError, match="not supported for gemma2 models: no kernel caps scores"):
+        engine(models(CAPPED), "float32", same_bits="on")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_moe", "gpt-oss-moe"])

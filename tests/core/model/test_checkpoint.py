@@ -106,6 +106,22 @@ def test_gguf_of_layers_with_windows(tmp_path, layers: int, more: dict) -> None:
     assert generate(tmp_path / "m.gguf") == reference(model)
 
 
+@pytest.mark.parametrize(
+    ("layers", "more"),
+    [
+        (5, {"query_pre_attn_scalar": 16}),
+        # As in Gemma 2 27B, which llama.cpp knows by its number of layers.
+        (46, {"query_pre_attn_scalar": 64 // 4, "head_dim": 24}),
+    ],
+)
+def test_gguf_of_layers_that_cap_scores(tmp_path, layers: int, more: dict) -> None:
+    """Such files do not say which layers have windows: in llama.cpp the first, the third, ..."""
+    named = {"num_hidden_layers": layers, "tie_word_embeddings": True}
+    model = make_model("gemma2", tmp_path, **named, **more)
+    write_gguf(model, tmp_path / "m.gguf")
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
 def test_gguf_of_layers_side_by_side(tmp_path) -> None:
     """Layer norms, a scale of logits, and windows in all but every fourth layer."""
     kinds = [*["sliding_attention"] * 3, "full_attention"]

@@ -28,6 +28,7 @@ _FAMILIES = {
         *("glm4", "phi3", "ernie4_5", "cohere2", "lfm2"),
     )
 } | {
+    "gemma2": FAMILIES["gemma2"],
     "gemma3": FAMILIES["gemma3_text"],
     "gemma4": FAMILIES["gemma4_text"],
     "qwen35": FAMILIES["qwen3_5_text"],
@@ -46,6 +47,8 @@ _WITH_EXPERTS = {"llama": FAMILIES["mixtral"]}
 _WITH_WINDOWS = {"olmo2": FAMILIES["olmo3"]}
 # Those whose files have the rows of their heads in the usual order, though they also read images.
 _ROTATED_AS_TEXT = ("qwen35", "qwen35moe")
+# Caps have the same names in files as in config.json.
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _NORM_EPS = {NormKind.LAYER: "attention.layer_norm_epsilon"}
 # Names of numbers in the file, by their names in config.json.
 _NUMBERS = {
@@ -110,8 +113,6 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
 
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     where, own = fields.source, fields.raw
-    if own.get("attn_logit_softcapping"):
-        raise UnsupportedModelError(f"{where}: attn_logit_softcapping is not supported")
     if own.get("rope.dimension_sections") is not None and architecture not in _ROTATED_AS_TEXT:
         # Such files have the rows of their heads in another order.
         raise UnsupportedModelError(
@@ -126,7 +127,7 @@ def _refuse_unread(described: Fields, positions: int, architecture: str) -> None
     window = described.raw["sliding_window"]
     said = {
         "sliding_window": (window or 0) < positions and window,
-        "final_logit_softcapping": described.raw["final_logit_softcapping"],
+        **{cap: described.raw[cap] for cap in _CAPS},
     }
     if described.read.isdisjoint(EXPERT_COUNTS):
         said["num_experts"] = described.raw.get("num_experts")
@@ -149,7 +150,7 @@ def _as_in_hf(fields: Fields, positions: int) -> dict[str, Any]:
     return {
         **_windows(fields),
         **expert_fields(fields),
-        "final_logit_softcapping": fields.get("final_logit_softcapping"),
+        **{cap: fields.get(cap) for cap in _CAPS},
         "max_position_embeddings": positions,
         "hidden_size": hidden,
         "num_attention_heads": heads,

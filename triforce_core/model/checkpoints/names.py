@@ -96,7 +96,7 @@ _HF = {
     "glm": Naming(_HF_BEFORE, gate_up=_ONE_GATE_UP, interleaved=True),
     "glm4": Naming(_GLM4, gate_up=_ONE_GATE_UP, interleaved=True),
     "cohere2": Naming(_HF_BEFORE, interleaved=True),
-    "gemma3_text": Naming(_HF_GEMMA),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Naming(_HF_GEMMA)),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), Naming(_HF_GEMMA, experts=HF_GEMMA4)),
     "mixtral": Naming(_HF_BEFORE, experts=HF_MIXTRAL),
     "qwen2_moe": Naming(_HF_BEFORE, experts=HF_QWEN2),
@@ -167,7 +167,7 @@ _GGUF_FAMILIES = {
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
     **dict.fromkeys(("seed_oss", "glm4_moe", "gpt_oss"), _GGUF_POST_ATTENTION),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
-    "gemma3_text": replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER),
+    **dict.fromkeys(("gemma2", "gemma3_text"), replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER)),
     "gemma4_text": replace(_GGUF, norms=_GGUF_GEMMA4, experts=GGUF_GEMMA4),
     "phi3": replace(_GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",)),
     **dict.fromkeys(

@@ -21,6 +21,10 @@ Layers = tuple[LayerSpec, ...]
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+# Fields of which null says that the model has no such thing.
+_NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+
+
 def _no_scales(fields: Fields) -> dict[str, float]:
     return {}
 
@@ -52,7 +56,7 @@ class Family:
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the family's defaults. null is a default too, except that it says
-        that there is no window.
+        that there is no window or no cap.
         """
         raw = dict(raw)
         for old, new in self.renamed.items():
@@ -62,7 +66,7 @@ class Family:
         absent = {
             name: value
             for name, value in self.defaults.items()
-            if name not in raw or (raw[name] is None and name != "sliding_window")
+            if name not in raw or (raw[name] is None and name not in _NULL_IS_NONE)
         }
         return {**raw, **absent}
 

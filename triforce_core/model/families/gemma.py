@@ -1,4 +1,4 @@
-"""Gemma 3 and 4: what their config.json says of their layers."""
+"""Gemma 2, 3 and 4: what their config.json says of their layers."""
 
 from __future__ import annotations
 
@@ -20,21 +20,36 @@ def _seen(fields: Fields, count: int) -> tuple[int | None, ...]:
     return windows(fields, count, lambda index: (index + 1) % every != 0)
 
 
+def _gemma2(fields: Fields, count: int) -> Layers:
+    """Every second layer has a window, beginning with the first."""
+    found = windows(fields, count, lambda index: index % 2 == 0)
+    cap = _cap(fields, "attn_logit_softcapping")
+    return with_windows(fields, found, scale=_scale(fields), score_cap=cap, **_common(fields))
+
+
 def _gemma3(fields: Fields, count: int) -> Layers:
+    found, scale = _seen(fields, count), _scale(fields)
+    return with_windows(fields, found, scale=scale, qk_norm=True, **_common(fields))
+
+
+def _scale(fields: Fields) -> float | None:
     head_dim = fields.whole("head_dim")
     scalar = fields.real("query_pre_attn_scalar", head_dim)
-    scale = None if scalar == head_dim else scalar**-0.5
-    return with_windows(fields, _seen(fields, count), scale=scale, **_both(fields))
+    return None if scalar == head_dim else scalar**-0.5
 
 
-def _both(fields: Fields) -> dict[str, Any]:
-    """Return what layers of Gemma 3 and 4 have in common, see `layer`."""
+def _cap(fields: Fields, name: str) -> float | None:
+    """Return a cap, None for none. Raises CheckpointError."""
+    return None if fields.get(name) is None else fields.real(name)
+
+
+def _common(fields: Fields) -> dict[str, Any]:
+    """Return what layers of Gemma 2, 3 and 4 have in common, see `layer`."""
     bias = fields.flag("attention_bias", False)
     return {
         "norms": Norms.AROUND,
         "qkv_bias": bias,
         "output_bias": bias,
-        "qk_norm": True,
         "activates": "hidden_activation",
     }
 
@@ -69,7 +84,8 @@ def _gemma4_layer(fields: Fields, window: int | None, full: Mapping[str, Any]) -
         projects_values=window is not None or not fields.flag("attention_k_eq_v", False),
         scale=1.0,
         window=window,
-        **_both(fields),
+        qk_norm=True,
+        **_common(fields),
     )
     if fields.flag("enable_moe_block", False):
         spec = replace(spec, mlp=_experts_beside(fields))
@@ -113,10 +129,9 @@ def _full_layers(fields: Fields, full: list[int]) -> Mapping[str, Any]:
 
 
 def _scales(fields: Fields) -> dict[str, float | None]:
-    cap = fields.get("final_logit_softcapping")
     return {
         "embedding_scale": fields.whole("hidden_size") ** 0.5,
-        "logit_cap": None if cap is None else fields.real("final_logit_softcapping"),
+        "logit_cap": _cap(fields, "final_logit_softcapping"),
     }
 
 
@@ -128,6 +143,15 @@ _SAME = {
     "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
+}
+_GEMMA2 = {
+    **_SAME,
+    "vocab_size": 256000,
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
 }
 _GEMMA3 = {
     **_SAME,
@@ -159,6 +183,14 @@ _GEMMA4_UNIFIED = {
     "max_position_embeddings": 262144,
 }
 GEMMA = (
+    Family(
+        "gemma2",
+        "Gemma2",
+        _gemma2,
+        _scales,
+        defaults=_GEMMA2,
+        norm_kind=NormKind.RMS_PLUS_ONE,
+    ),
     Family(
         "gemma3_text",
         "Gemma3",

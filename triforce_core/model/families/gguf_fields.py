@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from typing import Any
 
 from triforce_core.model.families.family import EXPERT_COUNTS
@@ -11,17 +12,21 @@ from triforce_core.model.families.recurrent import CONV, LINEAR
 from triforce_core.model.families.windows import FULL
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
-# Number of layers of Gemma 3 27B. llama.cpp knows by it how that model scales scores.
-_GEMMA3_27B = 62
-# What every model of Gemma 3 and 4 has.
+# Numbers of layers of Gemma 2 27B and 3 27B. llama.cpp knows by them how these scale scores.
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+# What every model of Gemma has.
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
-def _gemma3(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a file, and what files of Gemma 3 do not say. Raises CheckpointError."""
+def _gemma(layers: int, fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file, and what files of Gemma 2 and 3 do not say. Raises
+    CheckpointError.
+
+    layers: number of layers of the 27B
+    """
     hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
     scalar = fields.whole("attention.key_length", hidden // heads or 1)
-    if fields.raw.get("block_count") == _GEMMA3_27B:
+    if fields.raw.get("block_count") == layers:
         scalar = hidden / heads
     return fields, {"query_pre_attn_scalar": scalar, **_GEMMA}
 
@@ -165,7 +170,7 @@ def expert_fields(fields: Fields) -> dict[str, Any]:
 # What files of an architecture say in their own way: its functions return the fields under the
 # usual names, and further ones under names of config.json.
 OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, Any]]]] = {
-    "gemma3": _gemma3,
+    **{name: partial(_gemma, layers) for name, layers in _GEMMA_27B.items()},
     "gemma4": _gemma4,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,

@@ -32,7 +32,7 @@ _AROUND_TEXT = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 # Fields of what is not computed here, if they are set.
-_UNSUPPORTED = ("mlp_bias", "use_bias", "attn_logit_softcapping", "clip_qkv")
+_UNSUPPORTED = ("mlp_bias", "use_bias", "clip_qkv")
 
 
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -135,6 +135,7 @@ def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -
         "layer_types": kinds is not None and kinds != [FULL] * count,
         "query_pre_attn_scalar": fields.raw.get("query_pre_attn_scalar"),
         "final_logit_softcapping": fields.raw.get("final_logit_softcapping"),
+        "attn_logit_softcapping": fields.raw.get("attn_logit_softcapping"),
         "use_bidirectional_attention": fields.raw.get("use_bidirectional_attention"),
     }
     if fields.read.isdisjoint(EXPERT_COUNTS):

@@ -57,7 +57,7 @@ _MODELS = {
 _VARIANT = re.compile(r"-(hf|chat|base|instruct|it)(?=-|$)")
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
-    (r"gemma-?(2|3n)", "Gemma 2 and 3n"),
+    (r"gemma-?3n", "Gemma 3n"),
     (r"gemma-?4.*e[24]b", "Gemma 4 E2B and E4B"),
     (r"qwen3-vl-.*-a\d|glm-4[.]\dv|ernie.*-vl", "models with experts that read images"),
     (r"qwen3-next|qwen3[.]8-flash", "Qwen3-Next and Qwen3.8-Flash"),

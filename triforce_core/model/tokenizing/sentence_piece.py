@@ -14,7 +14,7 @@ from triforce_core.model.tokenizing.gguf_tokenizer import GGUFTokenizer
 
 # How a vocabulary spells a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-_ARCHITECTURES = ("gemma3",)
+_ARCHITECTURES = ("gemma2", "gemma3")
 # The kind of tokenizer of files that also list the merges.
 _WITH_MERGES = "gemma4"
 # Characters of a token, at most.
