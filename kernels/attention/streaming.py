@@ -15,53 +15,21 @@ operators, in `attention`. No kernel caps scores: plain operations do, some keys
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from triforce_kernels.attention.attention import Partial
+from triforce_kernels.attention.running import Running
 from triforce_kernels.attention.scoring import ScoreBuffer
 from triforce_kernels.attention.streaming_reference import (
     add_capped,
     reference_blocks,
-    reference_splits,
     reference_tail,
     seen_keys,
 )
 from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
-
-
-@dataclass
-class Running:
-    """Attention over the keys seen so far, not normalised, in one or more splits.
-
-    acc: [splits, kv_heads, rows, head_dim] sum of exp(score - peak) * value
-    peak, total: [splits, kv_heads, rows] greatest score, and sum of exp(score - peak)
-    fresh: whether nothing was added yet; the tensors are then uninitialised
-    keys: place in the text of the next key
-    cap: see `Softmax`
-
-    Tensors are float32, or float64 if the query is. Each split has its own part of every piece of
-    keys, so that one sequence fills a GPU; `attend_tail` merges the splits.
-    """
-
-    acc: torch.Tensor
-    peak: torch.Tensor
-    total: torch.Tensor
-    fresh: bool = True
-    keys: int = 0
-    cap: float | None = None
-
-    @classmethod
-    def of(cls, query: torch.Tensor, cap: float | None = None) -> Running:
-        """Return a fresh state for queries [kv_heads, rows, head_dim]."""
-        splits = _kernel("attention_splits", query, cap, reference_splits)(query)
-        size = (splits, *query.shape)
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        acc = torch.empty(size, dtype=dtype, device=query.device)
-        return cls(acc, acc.new_empty(size[:-1]), acc.new_empty(size[:-1]), cap=cap)
 
 
 def attend_blocks(
@@ -179,8 +147,7 @@ def attend_cache(
 
     Raises ValueError.
     """
-    kv_heads, rows, head_dim = query.shape
-    capacity = key.shape[1]
+    (kv_heads, rows, head_dim), capacity = query.shape, key.shape[1]
     on_device = isinstance(end, torch.Tensor)
     most = None if on_device else end + tokens
     require(
@@ -203,22 +170,25 @@ def attend_cache(
         visible=visible,
     )
     if window is not None and not on_device:
-        # No query sees the keys before the window of the first one.
         drafted = tokens if visible is None else visible.shape[1]
-        hidden = max(0, end + tokens - drafted + 1 - window)
+        hidden = max(0, end + tokens - drafted + 1 - window)  # no query sees the keys before it
         key, value, end, first = key[:, hidden:], value[:, hidden:], end - hidden, first + hidden
-        if end + tokens <= window:
-            window = None
+        window = None if end + tokens <= window else window
     if cap is not None:
-        running = Running.of(query, cap)
-        if not on_device:
-            key, value = key[:, : end + tokens], value[:, : end + tokens]
-        seen = seen_keys(key, tokens, end, window, visible)
-        add_capped(running, query, key, value, seen, None)
-        return Partial(running.acc[0].to(query.dtype), running.peak[0])
+        key, value = (x if on_device else x[:, : end + tokens] for x in (key, value))
+        return _capped(query, key, value, seen_keys(key, tokens, end, window, visible), cap)
     return implementation("attend_cache", query.device)(
         query, key, value, tokens, end, window, first, visible
     )
+
+
+def _capped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor, cap: float
+) -> Partial:
+    """Attend to keys of which each token sees some, [tokens, keys] bool."""
+    running = Running.of(query, cap)
+    add_capped(running, query, key, value, seen, None)
+    return Partial(running.acc[0].to(query.dtype), running.peak[0])
 
 
 def _kernel(

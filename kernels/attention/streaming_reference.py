@@ -5,8 +5,6 @@ Scores with a cap are always computed here, some keys at a time: no kernel caps 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from triforce_kernels.attention.attention import (
@@ -19,11 +17,9 @@ from triforce_kernels.attention.attention import (
     weighed,
 )
 from triforce_kernels.attention.masks import tree_columns, tree_mask, window_mask
+from triforce_kernels.attention.running import Running
 from triforce_kernels.attention.scoring import ScoreBuffer, reference_masses
 from triforce_kernels.limits import ALIGNED_KEYS, CAPPED_KEYS
-
-if TYPE_CHECKING:
-    from triforce_kernels.attention.streaming import Running
 
 
 def reference_splits(query: torch.Tensor) -> int:

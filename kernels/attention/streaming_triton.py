@@ -10,8 +10,8 @@ import torch
 from triforce_kernels import same_bits
 from triforce_kernels.attention.attend_triton import attend_kernel, merge_kernel
 from triforce_kernels.attention.attention import Partial
+from triforce_kernels.attention.running import Running
 from triforce_kernels.attention.scoring import ScoreBuffer
-from triforce_kernels.attention.streaming import Running
 from triforce_kernels.attention.streaming_reference import reference_cache
 from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.limits import MOST_SPLITS, WHOLE_ROWS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from triforce_kernels.attention.attention import Partial
-from triforce_kernels.attention.streaming import Running
+from triforce_kernels.attention.running import Running
 from triforce_kernels.attention.streaming_reference import (
     reference_blocks,
     reference_cache,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -29,6 +30,8 @@ CONTEXT_FLAGS = ("-c", "--ctx-size", "--context")
 # The value of `-n -1`: generate until the text ends or the context is full.
 UNTIL_FULL = sys.maxsize
 _EXPLAINED = {
+    ("--mmap", "--no-mmap"): "weights are read into memory, or from their files where host memory "
+    "has no room",
     ("-ngl", "--gpu-layers", "--n-gpu-layers"): "there is no number of layers to choose, since as "
     "many stay on the device as fit; --device-memory limits them",
     ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"): "the planner leaves experts to the processor "
@@ -81,6 +84,11 @@ def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams
                 flag = "--" + name.replace("_", "-")
                 reason = getattr(error, "strerror", None) or error
                 raise UsageError(f"cannot read {flag} {values[name]}: {reason}") from error
+    if "json_schema" in values:
+        try:
+            json.loads(values["json_schema"])
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"--json-schema {args.json_schema} is no JSON: {error}") from error
     return SamplingParams(**values)
 
 
@@ -119,9 +127,12 @@ def _add_device(group: Options) -> None:
         metavar="SIZE",
     )
     add(
-        "threads", "number of CPU threads (default: one per physical core)", type=int,
+        "threads",
+        "number of CPU threads (default: one per physical core)",
+        flags=("-t", "--threads"),
+        type=int,
         metavar="N",
-    )  # fmt: skip
+    )
     add(
         "link_bandwidth",
         "rate of the emulated link on cpu, such as 25GB/s (default: as fast as memory)",
@@ -158,8 +169,8 @@ def _add_formats(group: Options) -> None:
     add(
         "weights",
         "format of weights; dense: in --dtype; stored: the quantised numbers of a GGUF or FP8 "
-        "file; split: bfloat16 in 12 bits, without loss; auto: stored on a GPU and where dense "
-        "weights would stream, split on a GPU where bfloat16 would stream",
+        "file; split: bfloat16 in 12 bits, without loss; auto: stored if quantised, but dense on a "
+        "CPU without kernels for the format; split on a GPU where bfloat16 would stream",
         choices=WEIGHTS,
     )
     add(

@@ -20,6 +20,25 @@ _INVALID = re.compile(r"invalid (\w+) value: ('.*')")
 _SETTING = re.compile(r"(\w+) (must .*|['\d].*)", re.DOTALL)
 
 
+# Options of llama.cpp and vLLM whose counterparts have other names.
+_ELSEWHERE = {
+    **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "triforce chat"),
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "the hub id as MODEL"),
+    **dict.fromkeys(("-md", "--model-draft", "--speculative-model"), "--draft"),
+    **dict.fromkeys(("--draft-max", "--draft-n", "--num-speculative-tokens"), "--draft-tokens"),
+    **dict.fromkeys(("-sys", "--system-prompt"), "--system"),
+    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "--kv"),
+    **dict.fromkeys(("-mg", "--main-gpu"), "--device cuda:N"),
+    **dict.fromkeys(("-tp", "--tensor-parallel-size", "-ts", "--tensor-split"), "--gpus"),
+    "--max-model-len": "--ctx-size",
+    "--gpu-memory-utilization": "--device-memory, a size",
+    "--max-num-seqs": "--sequences",
+    "--alias": "--name",
+}
+# These begin with the letter of another option, as whose value the rest would be read.
+_MISREAD = [flag for flag in _ELSEWHERE if not flag.startswith("--") and len(flag) > 2] + ["-ps"]
+
+
 # A parser, or a group of its options.
 Options = argparse._ActionsContainer
 
@@ -69,6 +88,16 @@ class Parser(argparse.ArgumentParser):
                 return f"{(typed or action.option_strings)[0]} {rest}"
         return message
 
+    def parse_known_args(self, args=None, namespace=None):
+        """Parse arguments as argparse does, after those of other programs that it would misread."""
+        if self._subparsers is None:
+            for word in args or ():
+                if word == "--":
+                    break
+                if word in _MISREAD:
+                    self.error(f"unrecognized arguments: {word}")
+        return super().parse_known_args(args, namespace)
+
     def parse_args(self, args=None, namespace=None):
         """Parse arguments as argparse does. Each command reports its own unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -83,6 +112,8 @@ class Parser(argparse.ArgumentParser):
             return _nearest(choice[1], known)
         if unknown := _UNKNOWN.search(message):
             flag = unknown[1].split("=")[0].partition(" ")[0]
+            if flag in _ELSEWHERE:
+                return f" (here it is {_ELSEWHERE[flag]})"
             flags = [name for name in self._option_string_actions if name.startswith("--")]
             # An abbreviation is not expanded; the error names the flags it may stand for.
             begun = [name for name in flags if flag.startswith("--") and name.startswith(flag)]

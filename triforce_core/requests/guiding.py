@@ -137,7 +137,10 @@ def guide_of(
     except ValueError as error:
         wrong = str(error)
     if wrong:
-        raise UsageError(f"the {what} cannot be used: {wrong.strip().splitlines()[0]}")
+        said = wrong.strip().splitlines()[0]
+        if params.grammar is not None and "::=" in params.grammar:
+            said += " (it looks like llama.cpp's GBNF; grammars here are llguidance's Lark)"
+        raise UsageError(f"the {what} cannot be used: {said}")
     matcher = LLMatcher(tokens, grammar, log_level=0)
     check_limits(matcher, what)
     return Guide(matcher, vocab, stops)

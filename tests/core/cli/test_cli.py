@@ -244,7 +244,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (("generate", "x", "--save", "y"), "--save y (did you mean --save-context?)"),
         (("generate", "x", "--no-such"), "unrecognized arguments: --no-such; see"),
         (("generate", "x", "-c", "128k"), "--context: '128k' is not a whole number; see"),
-        (("generate", "x", "-n", "few"), "--max-new-tokens: 'few' is not a whole number; see"),
+        (("generate", "x", "-n", "few"), "--n-predict: 'few' is not a whole number; see"),
         (("generate", "x", "--top-p", "high"), "--top-p: 'high' is not a number; see"),
         (("generate", "x", "--json-schema", "no"), "read --json-schema no: No such file or dir"),
         (("generate", "x", "-ngl", "99"), "-ngl: there is no number of layers to choose"),

@@ -165,7 +165,7 @@ def test_hub_ids_are_known_by_their_names(capsys) -> None:
     by_id = figures(capsys, "meta-llama/Llama-3.1-8B-Instruct", *options)
     assert by_id["plan"] == figures(capsys, "llama3.1-8b", *options)["plan"]
     for model, family in (
-        ("google/gemma-2-27b-it", "Gemma 2 and 3n"),
+        ("google/gemma-3n-e4b-it", "Gemma 3n"),
         ("google/gemma-4-E4B-it", "Gemma 4 E2B and E4B"),
         ("Qwen/Qwen3.8-Flash-Next", "Qwen3-Next and Qwen3.8-Flash"),
         ("zai-org/GLM-4.7-Flash", "GLM-4.7-Flash and GLM-5"),

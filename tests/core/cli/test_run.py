@@ -11,6 +11,12 @@ from command import run
 
 from triforce_core.cli.main import FIRST_COMMANDS, _parser
 
+
+@pytest.fixture(autouse=True)
+def nothing_piped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+
 TINY = ("--device", "cpu", "--temperature", "0", "--max-new-tokens", "12", "--quiet")
 
 

@@ -80,7 +80,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(
             pytest.param(family, way, SAMPLES, marks=pytest.mark.slow)
             for index, family in enumerate(FAMILIES)
-            for way in turns(WAYS, index, 2)
+            for way in turns(WAYS, index, 1)
         ),
         *(pytest.param("qwen3_5", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_HEAD),
     ],

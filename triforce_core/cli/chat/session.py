@@ -47,6 +47,15 @@ class ChatSession:
         """The maximum number of tokens of the conversation."""
         return self.engine.max_context
 
+    @property
+    def _more_room(self) -> str:
+        positions, ways = self.engine.config.positions, []
+        if any(message["role"] == "user" for message in self.messages):
+            ways.append("/clear begins anew")
+        if positions > self.most_tokens:
+            ways.append(f"a larger --ctx-size, up to {positions}, has room for more")
+        return ", ".join(ways) or "the model has no more positions"
+
     def attach(self, path: str) -> int:
         """Attach a text file to the next message. Return its number of tokens.
 
@@ -182,7 +191,7 @@ class ChatSession:
         if room < 1:
             raise UsageError(
                 f"the conversation has {len(turn.tokens)} tokens, and the context has room for "
-                f"{self.most_tokens}: /clear begins anew, a larger --ctx-size has room for more"
+                f"{self.most_tokens}: {self._more_room}"
             )
         params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
         stream = self.engine.stream(turn.tokens, params)

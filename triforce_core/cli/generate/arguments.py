@@ -102,7 +102,9 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     source = group.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="prompt (default: standard input)")
     source.add_argument(
-        "--prompt-file", metavar="FILE", help="file with the prompt; - for standard input"
+        *("-f", "--prompt-file", "--file"),
+        metavar="FILE",
+        help="file with the prompt; - for standard input",
     )
     source.add_argument(
         "--messages",
@@ -162,6 +164,7 @@ def add_sequences(parser: Options) -> None:
         EngineConfig,
         "sequences",
         "sequences that are decoded together; streamed weights are copied once per pass for all",
+        flags=("--sequences", "-np", "--parallel"),
         type=int,
         metavar="N",
     )
@@ -182,9 +185,9 @@ def _add_sampling(group: Options) -> None:
 
     add(
         "max_new_tokens",
-        f"generate at most N tokens (default: {SamplingParams.max_new_tokens}), in a chat 2048; "
-        "-1: until the text ends or the context is full",
-        flags=("-n", "--max-new-tokens"),
+        f"generate at most N tokens (default: {SamplingParams.max_new_tokens}), 2048 in `chat` and "
+        "`run`; -1: until the text ends or the context is full",
+        flags=("-n", "--max-new-tokens", "--n-predict"),
         type=new_tokens,
         metavar="N",
     )
@@ -204,7 +207,8 @@ def _add_sampling(group: Options) -> None:
     )
     add(
         "seed",
-        "seed of the random draws; -1, the default, draws a new seed",
+        "seed of the random draws; -1, the default, draws a new seed. Learned draft lengths depend "
+        "on time: for the same text each time add --accept coupled, or fix --draft-tokens",
         flags=("-s", "--seed"),
         type=seed,
         metavar="N",

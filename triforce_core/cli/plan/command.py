@@ -48,7 +48,7 @@ from triforce_offload.files import Output, check_outputs
 from triforce_offload.kv.sizes import COPY_BYTES
 from triforce_offload.link.trace import write_spans
 from triforce_offload.machine.profiles import Hardware, gpu_names, named, with_link
-from triforce_offload.units import parse_bandwidth, parse_bytes
+from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
 from triforce_offload.weights.formats import DTYPES
 
 
@@ -62,6 +62,8 @@ def plan(args: argparse.Namespace) -> int:
     check_outputs((Output(path, what) for what, path in given.items() if path), read)
     if args.plot:
         check_plot()
+    if args.compare and (args.sweep or args.plot):
+        raise UsageError("--compare is for one plan: leave out --sweep and --plot")
     case = _case(args)
     if args.sweep or args.plot:
         return _sweep(args, case)
@@ -161,7 +163,13 @@ def _draft_config(draft: str | Path, config: ModelConfig, gpus: int) -> ModelCon
         return mtp_config(config)
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
-    return read_shape(draft)
+    found = read_shape(draft)
+    if found.vocab != config.vocab:
+        raise UsageError(
+            f"--draft {draft} has {found.vocab} tokens in its vocabulary and the model "
+            f"{config.vocab}: a draft model needs the same tokens"
+        )
+    return found
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, object]:
@@ -209,7 +217,12 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
         # Emulated devices share the host's memory.
         changed["memory_bytes"] = hardware.memory_bytes // count
     if args.device_memory:
-        changed["memory_bytes"] = parse_bytes(args.device_memory)
+        changed["memory_bytes"] = memory = parse_bytes(args.device_memory)
+        if args.gpu is not None and memory > hardware.memory_bytes:
+            raise UsageError(
+                f"--device-memory {args.device_memory} is more than the "
+                f"{format_bytes(hardware.memory_bytes)} of --gpu {args.gpu}"
+            )
     if args.host_memory:
         changed["host_memory_bytes"] = parse_bytes(args.host_memory)
     if args.host_bandwidth:

@@ -14,7 +14,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt",
         nargs="?",
         metavar="PROMPT",
-        help="answer this message, then end (default: chat; if the input is a pipe, answer the "
-        "whole input)",
+        help="answer this message, then end (default: chat). If the input is a pipe, the message "
+        "is its text, then PROMPT",
     )
     add_conversation_arguments(parser)

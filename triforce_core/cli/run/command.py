@@ -15,4 +15,15 @@ def run(args: argparse.Namespace) -> int:
     args.load, args.commands = None, False
     if args.prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return converse(args, Lines)
-    return converse(args, lambda: OneMessage(read_stdin() if args.prompt is None else args.prompt))
+    return converse(args, lambda: OneMessage(_message(args.prompt)))
+
+
+def _message(prompt: str | None) -> str:
+    """Return the message to answer: what is piped in, then the prompt, as Ollama joins them.
+
+    Raises UsageError.
+    """
+    if prompt is None:
+        return read_stdin()
+    piped = "" if sys.stdin is None or sys.stdin.isatty() else read_stdin()
+    return "\n\n".join(filter(None, (piped, prompt)))

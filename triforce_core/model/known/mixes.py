@@ -15,7 +15,6 @@ from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, Mixer, Sh
 from triforce_core.model.tensors import Pieces
 from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
 from triforce_offload.errors import UsageError
-from triforce_offload.machine.profiles import nearest
 
 FP8, MXFP4 = "FP8", "MXFP4"
 # Mixes of safetensors files, as their configs name the method, in capitals.
@@ -59,7 +58,7 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
     """Return the pieces of each matrix of a model quantised with `mix`. Raises UsageError."""
     name = mix.upper()
     if name not in _MIXES:
-        raise UsageError(f"{mix!r} is no known way to quantise; {nearest(name, NAMES)}")
+        raise UsageError(f"{mix!r} is none of {', '.join(NAMES)}")
     tied = config.tied
 
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:

@@ -121,10 +121,11 @@ class AcceptanceCurve:
         try:
             stats = json.loads(Path(path).read_text("utf-8"))
             acceptance, cache = stats["acceptance"], stats["retrieval"]
-            curve = cls(assumed=False)
+            curve = cls()
             if cache and acceptance["target"] is not None:
                 curve = replace(
                     curve,
+                    assumed=False,
                     outer=min(float(acceptance["target"]), 0.999),
                     budget=int(cache["budget_tokens"]),
                     inner=float(acceptance["retrieval"] or 0.0)
