@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return OUTPUT_FAILED
     except TriforceError as error:
         if args.debug:
-            raise
+            traceback.print_exc()
         say(f"triforce: {args.parser.as_typed(str(error), argv)}", ERROR)
         return error.exit_code
 

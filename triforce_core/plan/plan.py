@@ -159,7 +159,7 @@ class Plan:
                 for words, layers in (
                     ("{} on disk", placement.file_layers),
                     ("the high bits of {}", placement.split_layers),
-                    ("all but the experts of {}", placement.expert_layers),
+                    ("of {} layers all but the experts", placement.expert_layers),
                     ("{} computed by the processor", placement.processor_layers),
                 )
                 if layers

@@ -155,10 +155,12 @@ def test_mistakes_get_one_sentence_and_their_exit_code(
 
 
 def test_debug_shows_the_traceback(speaking, capsys) -> None:
-    from triforce_offload.errors import DoesNotFitError
-
-    with pytest.raises(DoesNotFitError):
-        run(capsys, "generate", speaking, "--prompt", "x", "--device-memory", "9KiB", "--debug")
+    arguments = ("generate", speaking, "--prompt", "x", "--device-memory", "9KiB")
+    code, _, said = run(capsys, *arguments)
+    again, _, err = run(capsys, *arguments, "--debug")
+    assert again == code == 3
+    assert err.startswith("Traceback")
+    assert err.endswith(said)
 
 
 def test_a_trace_is_written_beside_the_text(speaking, capsys, tmp_path) -> None:

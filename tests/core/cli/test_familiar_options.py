@@ -27,6 +27,15 @@ def test_a_context_has_the_same_names_in_every_command(flag: str) -> None:
         (("-ngl", "99"), "--device-memory limits them"),
         (("--cpu-moe",), "--host-compute sets their share"),
         (("-ncmoe", "20"), "--host-compute sets their share"),
+        (("--no-mmap",), "weights are read into memory"),
+        # These would be read as values of -s, -c, -m, -h and -p.
+        (("-sys", "hi"), "(here it is --system)"),
+        (("-ctk", "q8_0"), "(here it is --kv)"),
+        (("-md", "x.gguf"), "(here it is --draft)"),
+        (("-hf", "a/b"), "(here it is the hub id as MODEL)"),
+        (("-ps",), "unrecognized arguments: -ps"),
+        (("--max-model-len", "9"), "(here it is --ctx-size)"),
+        (("--draft-max", "8"), "(here it is --draft-tokens)"),
     ],
 )
 def test_options_without_a_counterpart_name_what_takes_their_place(
@@ -34,6 +43,16 @@ def test_options_without_a_counterpart_name_what_takes_their_place(
 ) -> None:
     code, _, err = run(capsys, "generate", "x", "-p", "Hello", *options)
     assert (code, options[0] in err, instead in err) == (2, True, True)
+
+
+def test_names_of_llama_cpp_do_the_same(speaking, capsys, tmp_path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Hello")
+    ours = run(capsys, "generate", speaking, "--prompt-file", file, *GREEDY, "--max-new-tokens", 9)
+    theirs = run(capsys, "generate", speaking, "-f", file, *GREEDY, "--n-predict", 9, "-t", 1)
+    assert theirs[:2] == ours[:2]
+    commands = _parser()[1]
+    assert commands["serve"].parse_args(["x", "-np", "4"]).sequences == 4
 
 
 def test_new_tokens_of_minus_one_fill_the_context(speaking, capsys, tmp_path) -> None:

@@ -46,6 +46,10 @@ def test_one_message_is_answered_from_the_line_or_a_pipe(
     code, both, err = run(capsys, "run", speaking, *TINY)
     assert (code, err) == (0, "")
     assert both == run(capsys, "run", speaking, "One\n/exit\nTwo", *TINY)[1]
+    # With both, the message has what is piped in first, as in Ollama.
+    monkeypatch.setattr(sys, "stdin", io.StringIO("One\n"))
+    joined = run(capsys, "run", speaking, "Two", *TINY)
+    assert joined == run(capsys, "run", speaking, "One\n\nTwo", *TINY)
 
 
 def test_an_empty_message_is_refused(capsys, speaking: Path, monkeypatch) -> None:
@@ -59,3 +63,10 @@ def test_an_empty_message_is_refused(capsys, speaking: Path, monkeypatch) -> Non
 def test_an_answer_that_is_cut_says_so(capsys, speaking: Path) -> None:
     code, _, err = run(capsys, "run", speaking, "Hello", *TINY[:4], "-n", "3")
     assert (code, ", stopped at the limit of tokens, context " in err) == (0, True)
+
+
+def test_a_message_without_room_is_refused_with_what_would_help(capsys, speaking: Path) -> None:
+    code, _, err = run(capsys, "run", speaking, "Hello " * 300, *TINY, "-c", "100")
+    assert (code, "up to 512, has room for more" in err, "/clear" in err) == (2, True, False)
+    code, _, err = run(capsys, "run", speaking, "Hello " * 900, *TINY)
+    assert (code, "the model has no more positions" in err) == (2, True)

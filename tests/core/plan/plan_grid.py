@@ -88,7 +88,7 @@ def _drawn(draw: random.Random, names: Sequence[str]) -> list[str]:
     maybe(0.2, "--link", "pcie4x8", "pcie5x16")
     maybe(0.2, "--budget", 1024, 4096)
     maybe(0.2, "--draft-tokens", 8, 24)
-    maybe(0.2, "--draft", "none", "llama-68m")
+    maybe(0.2, "--draft", "none", _drafter(name))
     maybe(0.2, "--draft-weights", "exact", *([] if quantised else ["int4"]))
     maybe(0.2, "--draft-kv", "exact", "int8")
     maybe(0.2, "--resident-kv", 0, "2layers")
@@ -99,6 +99,13 @@ def _drawn(draw: random.Random, names: Sequence[str]) -> list[str]:
     if dtype != "float32" and not quantised:
         maybe(0.3, "--weights", "dense", "split")
     return arguments
+
+
+def _drafter(name: str) -> str:
+    """A small model with the vocabulary of a shape, if one is known."""
+    small = ("llama-68m", "smollm2-135m", "llama3.2-1b", "qwen3-4b", "qwen2.5-7b", "gemma3-4b")
+    vocab = read_model(name).config.vocab
+    return next((each for each in small if read_model(each).config.vocab == vocab), "ngram")
 
 
 def planned(arguments: list[str]) -> dict[str, Any]:

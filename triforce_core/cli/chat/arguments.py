@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from triforce_core.cli.generate.arguments import add_decoding_arguments, add_model_argument
-from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
+from triforce_core.cli.generate.arguments import (
+    add_decoding_arguments,
+    add_model_argument,
+    add_reasoning,
+)
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +28,7 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that a chat shares with the answer to one message."""
     add = parser.add_argument
     add("--system", metavar="TEXT", help="system prompt")
-    add(
-        "--reasoning",
-        choices=(AS_TEMPLATE, ON, OFF),
-        default=AS_TEMPLATE,
-        help="whether the model reasons before it answers; auto: the chat template decides",
-    )
+    add_reasoning(add)
     add_decoding_arguments(parser)
     add("--quiet", action="store_true", help="show no progress and no figures")
     add(

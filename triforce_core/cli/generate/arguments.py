@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from triforce_core.cli.options import (
@@ -16,6 +17,7 @@ from triforce_core.cli.options import (
 )
 from triforce_core.cli.parser import Options, for_experts
 from triforce_core.params import SamplingParams
+from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_core.settings import (
     ACCEPT,
     DEFAULT_BUDGET,
@@ -40,6 +42,16 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "-m", "--model", metavar="MODEL", default=argparse.SUPPRESS, help="same as MODEL"
+    )
+
+
+def add_reasoning(add: Callable[..., Any]) -> None:
+    """Add the option of models that reason first."""
+    add(
+        "--reasoning",
+        choices=(AS_TEMPLATE, ON, OFF),
+        default=AS_TEMPLATE,
+        help="whether the model reasons before it answers; auto: the chat template decides",
     )
 
 
@@ -119,6 +131,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
     add("--system", metavar="TEXT", help="system prompt for the chat template")
+    add_reasoning(add)
     add(
         "--load-context",
         metavar="FILE",

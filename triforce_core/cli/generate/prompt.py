@@ -10,6 +10,7 @@ from functools import partial
 from triforce_core.cli.generate.prompts_file import Task, check_messages, read_tasks
 from triforce_core.cli.terminal.reading import read_stdin, read_text
 from triforce_core.model.tokenizing.tokenizer import Tokenizer, check_text
+from triforce_core.requests.answer.reasoning import variables
 from triforce_offload.errors import UsageError
 
 
@@ -18,13 +19,14 @@ def tasks_of(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str | None)
 
     Raises UsageError.
     """
+    rendered = partial(tokenizer.chat, variables=variables(args.reasoning))
     if args.prompts_file is not None:
         to_messages = partial(as_messages, args) if in_template(args) else None
-        return read_tasks(args.prompts_file, tokenizer, to_messages, _system(args))
+        return read_tasks(args.prompts_file, tokenizer, rendered, to_messages, _system(args))
     if args.messages is not None:
-        return [Task(0, tokenizer.chat(_system(args) + read_messages(args.messages)), "")]
+        return [Task(0, rendered(_system(args) + read_messages(args.messages)), "")]
     if in_template(args):
-        return [Task(0, tokenizer.chat(as_messages(args, prompt)), "")]
+        return [Task(0, rendered(as_messages(args, prompt)), "")]
     return [Task(0, tokenizer.encode(prompt), "")]
 
 

@@ -36,12 +36,14 @@ class Task:
 def read_tasks(
     path: str,
     tokenizer: Tokenizer,
+    rendered: Callable[[list[dict[str, str]]], list[int]],
     to_messages: Callable[[str], list[dict[str, str]]] | None,
     before: list[dict[str, str]],
 ) -> list[Task]:
     """Read the prompts of a file, one per line. Empty lines are skipped.
 
     A line is text, or a JSON object with a "prompt" or "messages", and optionally an "id".
+    rendered: returns the tokens of a conversation in the chat template
     to_messages: turns a prompt into a conversation for the chat template; None for plain text
     before: messages that precede those of a line
     Raises UsageError, naming the line.
@@ -57,7 +59,7 @@ def read_tasks(
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                tasks.append(_task(len(tasks), line, tokenizer, to_messages, before))
+                tasks.append(_task(len(tasks), line, tokenizer, rendered, to_messages, before))
             except UsageError as error:
                 raise UsageError(f"{path}, line {number}: {error}") from error
     if not tasks:
@@ -69,6 +71,7 @@ def _task(
     index: int,
     line: str,
     tokenizer: Tokenizer,
+    rendered: Callable[[list[dict[str, str]]], list[int]],
     to_messages: Callable[[str], list[dict[str, str]]] | None,
     before: list[dict[str, str]],
 ) -> Task:
@@ -86,12 +89,12 @@ def _task(
         if (messages is None) == ("prompt" not in given):
             raise UsageError('needs either a "prompt" or "messages"')
         if messages is not None:
-            return Task(index, tokenizer.chat(before + check_messages(messages)), digest, name)
+            return Task(index, rendered(before + check_messages(messages)), digest, name)
         prompt = given["prompt"]
         if not isinstance(prompt, str) or not prompt:
             raise UsageError('its "prompt" is no text')
     check_text(prompt, "prompt")
-    ids = tokenizer.chat(to_messages(prompt)) if to_messages else tokenizer.encode(prompt)
+    ids = rendered(to_messages(prompt)) if to_messages else tokenizer.encode(prompt)
     return Task(index, ids, digest, name)
 
 

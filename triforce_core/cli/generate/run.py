@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -72,7 +73,7 @@ class Run:
             if args.load_context:
                 loaded = engine.load_context(args.load_context)
                 if not args.quiet:
-                    say(f"{loaded.tokens} tokens of context loaded")
+                    say(f"{loaded.tokens} tokens of context loaded{_unused(engine, tasks)}")
             if answers is not None:
                 code = self._answer(engine, tasks, answers, params)
             else:
@@ -206,3 +207,18 @@ def _with_room(params: SamplingParams, task: Task, engine: Engine) -> SamplingPa
     """Limit the new tokens to the room left in the context."""
     room = engine.max_context - len(task.token_ids)
     return replace(params, max_new_tokens=min(params.max_new_tokens, room))
+
+
+def _unused(engine: Engine, tasks: Sequence[Task]) -> str:
+    """Say that a context was loaded with which no prompt begins."""
+    tokens = engine.context_tokens
+    shared = max(_alike(tokens, task.token_ids) for task in tasks)
+    if 2 * shared >= len(tokens):
+        return ""
+    return f", but the prompt begins with only the first {shared} of them"
+
+
+def _alike(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return with how many tokens both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

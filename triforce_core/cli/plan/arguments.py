@@ -53,7 +53,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         dest="context",
         type=int,
         metavar="N",
-        help=f"prompt and new tokens (default: {DEFAULT_CONTEXT}, or the model's positions)",
+        help=f"prompt and new tokens (default: {DEFAULT_CONTEXT}, or what the model has if fewer)",
     )
     add(
         "--new-tokens",

@@ -51,6 +51,9 @@ from triforce_offload.machine.profiles import Hardware, gpu_names, named, with_l
 from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
 from triforce_offload.weights.formats import DTYPES
 
+# Vocabularies of one family have as many times this number of tokens, rounded up.
+_PADDED = 512
+
 
 def plan(args: argparse.Namespace) -> int:
     """Make a plan and print it. Return the exit code.
@@ -102,7 +105,8 @@ def _case(args: argparse.Namespace) -> Case:
         planned.check(args.model, config, (planned.made_for or {}).get("device", ""))
     context = args.context
     if context is None:
-        context = planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
+        most = min(DEFAULT_CONTEXT, shape.published or config.positions)
+        context = planned.context_tokens if planned else most
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
     gpus = args.gpus or (planned.gpus if planned else 1)
     has_head = draft == AUTO and gpus == 1 and publishes_head(config)
@@ -164,7 +168,8 @@ def _draft_config(draft: str | Path, config: ModelConfig, gpus: int) -> ModelCon
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
     found = read_shape(draft)
-    if found.vocab != config.vocab:
+    # Models of one family pad their matrices to different sizes.
+    if -(-found.vocab // _PADDED) != -(-config.vocab // _PADDED):
         raise UsageError(
             f"--draft {draft} has {found.vocab} tokens in its vocabulary and the model "
             f"{config.vocab}: a draft model needs the same tokens"

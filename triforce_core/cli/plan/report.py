@@ -6,6 +6,7 @@ from typing import Any
 
 from triforce_core.cli.plan.run_command import on_lines, run_command
 from triforce_core.cli.terminal.console import Printer, Row
+from triforce_core.model.known.shapes import read_model
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.prediction import Prediction, links
@@ -47,6 +48,11 @@ def print_plan(
         # A path that is longer than a line stays whole, so that the command can be copied.
         console.print(text, soft_wrap=True)
     console.print("It takes the prompt from standard input, or from --prompt-file FILE.")
+    if (published := read_model(model).published) and case.context > published:
+        console.print(
+            f"The published files declare {published:,} positions. For more, config.json needs the "
+            "rope scaling (YaRN) that the authors describe."
+        )
     if faster := faster_by_copies(chosen):
         console.print(
             "Faster: add --draft-weights int4 for "
@@ -172,7 +178,7 @@ def _figures(p: Prediction, prompt_tokens: int) -> list[Row]:
         ("speed", f"{p.tokens_per_second:.1f} tokens/s", given),
         (
             "time to first token",
-            f"{p.seconds_to_first_token:.1f} s",
+            f"{p.seconds_to_first_token:.{1 if p.seconds_to_first_token >= 0.1 else 3}f} s",
             f"prefill of {prompt_tokens} tokens",
         ),
         None,

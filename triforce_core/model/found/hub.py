@@ -64,7 +64,10 @@ def downloaded(name: str, announce: Announce) -> Path:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         useful = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
         reason = (useful or lines or [type(error).__name__])[0].removeprefix("Got: ")
-        raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error
+        raise CheckpointError(
+            f"cannot download {name} from the hub: {reason} (a file or a folder on this machine "
+            "needs no hub)"
+        ) from error
 
 
 def cached(name: str) -> Path | None:

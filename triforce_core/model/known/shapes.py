@@ -245,17 +245,25 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# Positions of published files, by how the names of their shapes begin.
+_PUBLISHED = {"qwen2.5-": 32768, **dict.fromkeys(("qwen3-4b", "qwen3-8b"), 40960)}
+_PUBLISHED |= dict.fromkeys(("qwen3-14b", "qwen3-32b"), 40960)
+
+
 @dataclass(frozen=True)
 class Shape:
     """The properties of a model that a plan depends on.
 
     pieces: pieces of its matrices if it is quantised, else None
     dtype: number type in which it is published, None if it is quantised or not known
+    published: number of positions that its published files declare, if its authors describe how to
+        have more of them: by a rope scaling in config.json
     """
 
     config: ModelConfig
     pieces: Pieces | None = None
     dtype: str | None = None
+    published: int | None = None
 
 
 def read_shape(name: str) -> ModelConfig:
@@ -277,7 +285,7 @@ def read_model(name: str) -> Shape:
     if not Path(name).expanduser().exists():
         known = shape_of(known) or known
     if known in SHAPES:
-        shape = _of_config(SHAPES[known])
+        shape = replace(_of_config(SHAPES[known]), published=_published(known))
         if not mix:
             return shape
         config = shape.config if mix.upper() in OF_SAFETENSORS else _in_gguf(shape.config)
@@ -303,6 +311,11 @@ def read_model(name: str) -> Shape:
             f"{nearest(known, SHAPES)} (`triforce plan --help` names all)"
         )
     return _of_config(read_json(path))
+
+
+def _published(name: str) -> int | None:
+    found = (count for begin, count in _PUBLISHED.items() if name.startswith(begin))
+    return next(found, None)
 
 
 def _of_config(raw: Mapping[str, Any]) -> Shape:

@@ -99,12 +99,14 @@ class Tokenizer:
         check_text(text)
         return self._backend.encode(text)
 
-    def chat(self, messages: str | Messages) -> list[int]:
+    def chat(
+        self, messages: str | Messages, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Return the token ids of messages in the chat template, ready for the model's answer.
 
         See `render`, whose errors it raises.
         """
-        return self.encode_rendered(self.render(messages))
+        return self.encode_rendered(self.render(messages, variables))
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of a text that contains its special tokens, as a rendered template

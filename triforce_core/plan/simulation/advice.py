@@ -23,7 +23,7 @@ def bottleneck(chosen: Candidate) -> str:
         return f"drafting: {share} drafts; {_cheaper_drafts(chosen)} would help"
     if 2 * (cost.processor_seconds + cost.attention_seconds) > cost.compute_seconds:
         return (
-            f"the processor: {share} computes, mostly what the processor has; more device memory "
+            f"the processor: {share} is computing, most of it by the processor; more device memory "
             "or faster host memory would help"
         )
     return f"compute: {share} computes what has arrived; a faster GPU would help"

@@ -1,0 +1,44 @@
+"""What `triforce plan` refuses because it could not run, and what it says of published files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command import run
+
+LLAMA = ("llama3.1-8b", "--gpu", "rtx4090", "--context", 8192)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*LLAMA, "--draft", "llama-68m"), "a draft model needs the same tokens"),
+        ((*LLAMA, "--device-memory", "80GiB"), "is more than the 22.49 GiB of --gpu rtx4090"),
+        ((*LLAMA, "--sweep", "gpus", "--compare", "autoregressive"), "--compare is for one plan"),
+        (("qwen3-8b:Q4KM", "--gpu", "rtx4090"), "'Q4KM' is none of Q2_K"),
+    ],
+)
+def test_a_plan_that_could_not_run_is_refused(capsys, arguments, said: str) -> None:
+    code, out, err = run(capsys, "plan", *arguments)
+    assert (code, out, said in err) == (2, "", True)
+
+
+def test_models_of_a_family_may_pad_their_vocabularies_differently(capsys) -> None:
+    arguments = ("qwen2.5-72b", "--gpu", "rtx4090", "--context", 4096, "--draft", "qwen3-4b")
+    assert run(capsys, "plan", *arguments)[0] == 0
+
+
+def test_positions_are_those_of_the_published_files(capsys) -> None:
+    plan = ("plan", "qwen3-8b", "--gpu", "rtx4090")
+    assert "40960 tokens of context" in run(capsys, *plan)[1]
+    assert "declare" not in run(capsys, *plan)[1]
+    longer = run(capsys, *plan, "--context", 131072)[1]
+    assert "The published files declare 40,960 positions" in longer
+
+
+def test_a_run_without_a_retrieval_level_measures_no_acceptance_of_one(capsys, tmp_path) -> None:
+    stats = {"acceptance": {"target": None, "retrieval": None}, "retrieval": None}
+    (tmp_path / "stats.json").write_text(json.dumps(stats))
+    out = run(capsys, "plan", *LLAMA, "--stats", tmp_path / "stats.json")[1]
+    assert ", assumed" in " ".join(out.split())
