@@ -114,6 +114,8 @@ def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Mat
 
 def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
     """Return the emulated device: its memory is the host's, its link a paced thread."""
+    from triforce_kernels.host.library import library
+
     available = available_host_bytes()
     return Hardware(
         name=EMULATED,
@@ -130,6 +132,7 @@ def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
         attend_bytes_per_second=rates.attend_bytes_per_second,
         attend_flops_per_second=rates.attend_flops_per_second,
         decode_seconds_per_number=rates.decode_seconds_per_number or 0.0,
+        multiplies_stored=library() is not None,
         disk_bytes_per_second=rates.disk_bytes_per_second,
         host_memory_bytes=available,
     )

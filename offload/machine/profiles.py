@@ -55,8 +55,10 @@ class Hardware:
     product_seconds_per_byte: seconds per byte of a matrix for each measured number of rows that it
         is multiplied with, in rising order; empty if not measured
     attend_bytes_per_second, attend_flops_per_second: measured rates of attention
-    decode_seconds_per_number: time to decode one number of weights that are not dense, on top of
-        the product, on a processor that decodes them first
+    decode_seconds_per_number: time to decode one number of KV or of weights that are not dense, on
+        a processor
+    multiplies_stored: whether its kernels multiply by weights that are not dense, without decoding
+        them first
     all_reduce_seconds: time of the smallest all-reduce over GPUs
     all_reduce_bytes_per_second: rate of a large all-reduce; None to use the link's rate
     link: name of the link, e.g. "pcie4x16"
@@ -84,6 +86,7 @@ class Hardware:
     attend_bytes_per_second: float | None = None
     attend_flops_per_second: float | None = None
     decode_seconds_per_number: float = 0.0
+    multiplies_stored: bool = False
     launch_seconds: float = LAUNCH_SECONDS
     graph_launch_seconds: float = GRAPH_LAUNCH_SECONDS
     asynchronous: bool = True

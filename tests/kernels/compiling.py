@@ -53,8 +53,6 @@ from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmu
 from triforce_kernels.weights.tiles import Tiles
 from triforce_offload.kv.shape import SplitBlockLayout
 
-LAUNCHERS = {paths.reference.rpartition(".")[0] for paths in KERNELS.values()}
-
 
 class Compiled(NamedTuple):
     """What one kernel of one launch takes: bytes of shared memory, bytes spilt, registers of a
@@ -323,9 +321,9 @@ def main(capability: int, which: str) -> None:
         return dispatch._load(KERNELS[kernel].triton)
 
     # Launchers look their kernels up by the device of the inputs, which is this processor.
-    dispatch.implementation = implementation
-    for name in LAUNCHERS:
-        sys.modules[f"triforce_kernels.{name}"].implementation = dispatch.implementation
+    for name, module in list(sys.modules.items()):
+        if name.startswith("triforce_kernels.") and hasattr(module, "implementation"):
+            module.implementation = implementation
     blocks.has_kernel = lambda kind, device: True
     rows = []
     with compiling(capability) as compiled:

@@ -331,7 +331,8 @@ class Costs:
             each = next((most for rows, most in counted if tokens <= rows), counted[-1][1])
             decoding = self._integers(each * elements)
             return max(decoding, self._product(tokens, elements, nbytes, Read.AS_STORED))
-        decoding = elements * hardware.decode_seconds_per_number if self.matrices.decoded else 0.0
+        decodes = self.matrices.decoded and not hardware.multiplies_stored
+        decoding = elements * hardware.decode_seconds_per_number if decodes else 0.0
         if hardware.product_seconds_per_byte:
             return decoding + dense * _between(hardware.product_seconds_per_byte, tokens)
         return decoding + max(
