@@ -170,7 +170,8 @@ def _add_formats(group: Options) -> None:
         "weights",
         "format of weights; dense: in --dtype; stored: the quantised numbers of a GGUF or FP8 "
         "file; split: bfloat16 in 12 bits, without loss; auto: stored if quantised, but dense on a "
-        "CPU without kernels for the format; split on a GPU where bfloat16 would stream",
+        "CPU without kernels for the format, unless that streams; split on a GPU where bfloat16 "
+        "would stream",
         choices=WEIGHTS,
     )
     add(

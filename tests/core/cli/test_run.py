@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 
@@ -10,12 +11,6 @@ import pytest
 from command import run
 
 from triforce_core.cli.main import FIRST_COMMANDS, _parser
-
-
-@pytest.fixture(autouse=True)
-def nothing_piped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-
 
 TINY = ("--device", "cpu", "--temperature", "0", "--max-new-tokens", "12", "--quiet")
 
@@ -32,7 +27,7 @@ def test_triforce_alone_shows_five_commands_that_exist(capsys) -> None:
 
 
 def test_one_message_is_answered_from_the_line_or_a_pipe(
-    capsys, speaking: Path, monkeypatch: pytest.MonkeyPatch
+    capsys, speaking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a chat answers it. Over a pipe the message is all of the input, with its lines."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
@@ -47,9 +42,15 @@ def test_one_message_is_answered_from_the_line_or_a_pipe(
     assert (code, err) == (0, "")
     assert both == run(capsys, "run", speaking, "One\n/exit\nTwo", *TINY)[1]
     # With both, the message has what is piped in first, as in Ollama.
-    monkeypatch.setattr(sys, "stdin", io.StringIO("One\n"))
-    joined = run(capsys, "run", speaking, "Two", *TINY)
-    assert joined == run(capsys, "run", speaking, "One\n\nTwo", *TINY)
+    expected = run(capsys, "run", speaking, "One\n\nTwo", *TINY)
+    (tmp_path / "one").write_text("One\n")
+    with open(tmp_path / "one") as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        code, joined, err = run(capsys, "run", speaking, "Two", *TINY)
+    assert (code, joined, "begins with standard input" in err) == (*expected[:2], True)
+    with open(os.devnull) as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert run(capsys, "run", speaking, "One\n\nTwo", *TINY) == expected
 
 
 def test_an_empty_message_is_refused(capsys, speaking: Path, monkeypatch) -> None:

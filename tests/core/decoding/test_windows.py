@@ -51,10 +51,10 @@ def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("family", [FAMILY, EVERYWHERE])
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("tokens", [1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 130])
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("tokens", [WINDOW + 1, WINDOW, WINDOW - 1, 1, 3 * WINDOW, 130])
+@pytest.mark.parametrize("run", sorted(RUNS, reverse=True))
+@pytest.mark.parametrize("family", [EVERYWHERE, FAMILY])
 def test_prompts_about_the_window_equal_transformers(
     tiny, little_room, run: str, tokens: int, family: str
 ) -> None:
@@ -122,7 +122,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fault", ["none", *PLANTED])
 def test_a_planted_fault_shows(tiny, little_room, monkeypatch, fault: str) -> None:
     """Texts after a cut, as trees and plainly: some text differs from transformers'."""

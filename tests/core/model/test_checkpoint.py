@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -120,6 +121,18 @@ def test_gguf_of_layers_that_cap_scores(tmp_path, layers: int, more: dict) -> No
     model = make_model("gemma2", tmp_path, **named, **more)
     write_gguf(model, tmp_path / "m.gguf")
     assert generate(tmp_path / "m.gguf") == reference(model)
+
+
+def test_the_first_files_of_gemma_2_say_neither_caps_nor_windows(tmp_path, monkeypatch) -> None:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "sliding_window"):
+        monkeypatch.setattr(gguf.GGUFWriter, f"add_{name}", lambda self, value: None)
+    model = make_model("gemma2", tmp_path, tie_word_embeddings=True)
+    write_gguf(model, tmp_path / "m.gguf")
+    with closing(open_checkpoint(tmp_path / "m.gguf")) as checkpoint:
+        config = checkpoint.config
+    assert [layer.mixer.window for layer in config.layers] == [4096, None, 4096]
+    assert {layer.mixer.score_cap for layer in config.layers} == {50.0}
+    assert config.logit_cap == 30.0
 
 
 def test_gguf_of_layers_side_by_side(tmp_path) -> None:

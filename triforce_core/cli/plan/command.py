@@ -51,8 +51,8 @@ from triforce_offload.machine.profiles import Hardware, gpu_names, named, with_l
 from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
 from triforce_offload.weights.formats import DTYPES
 
-# Vocabularies of one family have as many times this number of tokens, rounded up.
-_PADDED = 512
+# Models of one family pad their matrices to sizes that differ by no more than this.
+_PADDING = 512
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -168,8 +168,7 @@ def _draft_config(draft: str | Path, config: ModelConfig, gpus: int) -> ModelCon
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
     found = read_shape(draft)
-    # Models of one family pad their matrices to different sizes.
-    if -(-found.vocab // _PADDED) != -(-config.vocab // _PADDED):
+    if abs(found.vocab - config.vocab) > _PADDING:
         raise UsageError(
             f"--draft {draft} has {found.vocab} tokens in its vocabulary and the model "
             f"{config.vocab}: a draft model needs the same tokens"

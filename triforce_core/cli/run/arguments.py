@@ -15,6 +15,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="PROMPT",
         help="answer this message, then end (default: chat). If the input is a pipe, the message "
-        "is its text, then PROMPT",
+        "is its text, then PROMPT; </dev/null leaves it out",
     )
     add_conversation_arguments(parser)

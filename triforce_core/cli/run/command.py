@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 import sys
 
 from triforce_core.cli.chat.command import converse
 from triforce_core.cli.chat.line import Lines, OneMessage
+from triforce_core.cli.terminal.output import say
 from triforce_core.cli.terminal.reading import read_stdin
 
 
@@ -19,11 +22,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _message(prompt: str | None) -> str:
-    """Return the message to answer: what is piped in, then the prompt, as Ollama joins them.
-
-    Raises UsageError.
+    """Return the message to answer: what comes from a pipe or a file, then the prompt, as Ollama
+    joins them. Raises UsageError.
     """
     if prompt is None:
         return read_stdin()
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else read_stdin()
-    return "\n\n".join(filter(None, (piped, prompt)))
+    if not _is_piped():
+        return prompt
+    say("the message begins with standard input, which is read now (</dev/null leaves it out)")
+    return "\n\n".join(filter(None, (read_stdin(), prompt)))
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file, not a terminal or a device."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(kind) or stat.S_ISREG(kind)

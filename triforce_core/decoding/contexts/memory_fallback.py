@@ -73,7 +73,9 @@ class MemoryFallback:
             return "KV in reclaimed memory streams"
         if runtime.give_up_resident(sequence):
             return "all KV streams"
+        levels = {"retrieval": "the retrieval level", "model": "the draft model"}
+        dropped = [levels.get(name, "the MTP head") for name in self._models.held_levels]
         if self._drafting.give_up(context):
             levels_changed()
-            return "the retrieval level and the draft model are dropped"
+            return f"{' and '.join(dropped)} {'are' if len(dropped) > 1 else 'is'} dropped"
         return None

@@ -137,6 +137,12 @@ class Models:
             self.small = None
 
     @property
+    def held_levels(self) -> list[str]:
+        """Names of the levels below the target that take device memory."""
+        small = [self.small.kind] if self.small else []
+        return ["retrieval", *small] if self.budget else small
+
+    @property
     def levels(self) -> list[str]:
         """Names of the levels, from the cheapest to the target."""
         names = ["target"]

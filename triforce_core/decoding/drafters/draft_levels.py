@@ -112,7 +112,7 @@ class DraftLevels:
         Return whether there were any. Do not call this in the middle of a pass.
         """
         models = self._models
-        if not models.budget and models.small is None:
+        if not models.held_levels:
             return False
         self._retrieval_resources.close()
         self.scores = self.retrieval = self.model = None

@@ -14,8 +14,23 @@ from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Numbers of layers of Gemma 2 27B and 3 27B. llama.cpp knows by them how these scale scores.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+# What Gemma 2 has where a file is silent: by the field's name there and in config.json.
+_GEMMA2 = {
+    ("attn_logit_softcapping", "attn_logit_softcapping"): 50.0,
+    ("final_logit_softcapping", "final_logit_softcapping"): 30.0,
+    ("attention.sliding_window", "sliding_window"): 4096,
+}
 # What every model of Gemma has.
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file, and what files of Gemma 2 do not say: the first ones have
+    neither caps nor windows, which llama.cpp knows. Raises CheckpointError.
+    """
+    fields, more = _gemma(_GEMMA_27B["gemma2"], fields, names)
+    absent = (each for each in _GEMMA2.items() if each[0][0] not in fields.raw)
+    return fields, more | {ours: value for (_, ours), value in absent}
 
 
 def _gemma(layers: int, fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
@@ -170,7 +185,8 @@ def expert_fields(fields: Fields) -> dict[str, Any]:
 # What files of an architecture say in their own way: its functions return the fields under the
 # usual names, and further ones under names of config.json.
 OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, Any]]]] = {
-    **{name: partial(_gemma, layers) for name, layers in _GEMMA_27B.items()},
+    "gemma2": _gemma2,
+    "gemma3": partial(_gemma, _GEMMA_27B["gemma3"]),
     "gemma4": _gemma4,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
