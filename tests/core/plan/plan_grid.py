@@ -28,6 +28,7 @@ _MIXES = [name for name in NAMES if name not in (FP8, MXFP4)]
 NEWER = ("mistral-small3.2", "seed-oss-36b", "glm4-32b", "phi4-14b", "granite3.3-8b", "smollm3-3b")
 RECURRENT = ("qwen3.8-27b", "qwen3.5-9b", "lfm2-1.2b")
 WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")
+LATEST = ("gemma4-12b",)
 _STREAMED = ("qwen3.8-27b:FP8", "qwen2.5-32b:FP8", "qwen2.5-32b:Q8_0", "qwen2.5-32b:Q6_K")
 _SHARED = {"llama3.1-70b:Q4_K_M": "8192", "gpt-oss-120b": "8192", "llama2-7b-128k": "131072"}
 # Of what `triforce plan --json` prints: names and figures of the plan, and of its parts.
@@ -48,8 +49,9 @@ def cases() -> list[list[str]]:
     came later are drawn after the others, so that these cases stay as they are.
     """
     every = []
-    first = [name for name in SHAPES if name not in (*NEWER, *WINDOWED, *RECURRENT, *SPARSE)]
-    later = ((40, NEWER), (30, WINDOWED), (20, RECURRENT), (25, list(SPARSE)))
+    others = (*NEWER, *WINDOWED, *RECURRENT, *SPARSE, *LATEST)
+    first = [name for name in SHAPES if name not in others]
+    later = ((40, NEWER), (30, WINDOWED), (20, RECURRENT), (25, list(SPARSE)), (3, LATEST))
     for count, names in ((COUNT, first), *later):
         draw = random.Random(33)
         some = [[name, "--gpu", "rtx4090"] for name in names]

@@ -32,6 +32,7 @@ _MODELS = {
     "google/gemma-3-4b-it": "gemma3-4b",
     "google/gemma-3-12b-it": "gemma3-12b",
     "google/gemma-3-27b-it": "gemma3-27b",
+    "google/gemma-4-12b-it": "gemma4-12b",
     "google/gemma-4-31b-it": "gemma4-31b",
     "Qwen/Qwen3.8-27B": "qwen3.8-27b",
     "Qwen/Qwen3.6-27B": "qwen3.8-27b",
