@@ -143,7 +143,7 @@ class ModelConfig(Described):
     @property
     def stored_mixers(self) -> tuple[Mixer, ...]:
         """The mixer `attention`, then those of layers with a window and of recurrent layers, if the
-        model has such layers.
+        model has them.
         """
         return (self.attention, *filter(None, (self.windowed, self.recurrent)))
 

@@ -116,7 +116,7 @@ def test_gguf_of_layers_with_windows(tmp_path, layers: int, more: dict) -> None:
     ],
 )
 def test_gguf_of_layers_that_cap_scores(tmp_path, layers: int, more: dict) -> None:
-    """Such files do not say which layers have windows: in llama.cpp the first, the third, ..."""
+    """These files do not say which layers have windows: in llama.cpp the first, the third, ..."""
     named = {"num_hidden_layers": layers, "tie_word_embeddings": True}
     model = make_model("gemma2", tmp_path, **named, **more)
     write_gguf(model, tmp_path / "m.gguf")

@@ -21,7 +21,7 @@ Layers = tuple[LayerSpec, ...]
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-# Fields of which null says that the model has no such thing.
+# Fields of which null says that the model has none.
 _NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
