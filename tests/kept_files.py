@@ -178,9 +178,10 @@ def prompts(model: Path, folder: Path) -> Iterator[Kept]:
         json.dumps({"messages": [{"role": "user", "content": "Hello"}]}),
     ]
     with OpenModel.at(model) as opened:
+        tokens = opened.tokenizer
 
         def read(path: Path) -> None:
-            for task in read_tasks(str(path), opened.tokenizer, None, []):
+            for task in read_tasks(str(path), tokens, tokens.chat, None, []):
                 assert all(0 <= it < opened.checkpoint.config.vocab for it in task.token_ids)
 
         yield Kept("\n".join(lines).encode(), mutants.damage_bytes, read)
