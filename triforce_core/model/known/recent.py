@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from triforce_core.model.known.sparse import SPARSE
+from triforce_core.model.known.sparse import GEMMA4, SPARSE
 
 MISTRAL_SMALL = {
     "model_type": "mistral",
@@ -143,43 +143,25 @@ RECENT: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "query_pre_attn_scalar": 168,
     },
-    # The text part of Gemma 4, whose other fields have their defaults.
-    "gemma4-12b": {
+    "gemma4-12b": GEMMA4
+    | {
         "model_type": "gemma4_unified_text",
         "hidden_size": 3840,
         "intermediate_size": 15360,
         "num_hidden_layers": 48,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
-        "head_dim": 256,
-        "global_head_dim": 512,
         "num_global_key_value_heads": 1,
-        "attention_k_eq_v": True,
-        "vocab_size": 262144,
-        "max_position_embeddings": 262144,
-        "sliding_window": 1024,
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
     },
-    "gemma4-31b": {
-        "model_type": "gemma4_text",
+    "gemma4-31b": GEMMA4
+    | {
         "hidden_size": 5376,
         "intermediate_size": 21504,
         "num_hidden_layers": 60,
         "num_attention_heads": 32,
         "num_key_value_heads": 16,
-        "head_dim": 256,
-        "global_head_dim": 512,
         "num_global_key_value_heads": 4,
-        "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
-        "vocab_size": 262144,
-        "max_position_embeddings": 262144,
-        "sliding_window": 1024,
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
     },
     # The text part of Qwen3.8, 3.6 and 3.5, which have one shape.
     "qwen3.8-27b": _QWEN3_5

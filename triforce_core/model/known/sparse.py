@@ -33,6 +33,19 @@ _GPT_OSS = {
     "quantization_config": {"quant_method": "mxfp4"},
     "dtype": "bfloat16",
 }
+# The text part of Gemma 4, whose other fields have their defaults.
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "vocab_size": 262144,
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 SPARSE: Mapping[str, Mapping[str, Any]] = {
     # Those of July 2025 and later, and Qwen3-Coder, which has the same shape.
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
@@ -54,9 +67,8 @@ SPARSE: Mapping[str, Mapping[str, Any]] = {
     },
     "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
-    # The text part of Gemma 4, whose other fields have their defaults.
-    "gemma4-26b-a4b": {
-        "model_type": "gemma4_text",
+    "gemma4-26b-a4b": GEMMA4
+    | {
         "hidden_size": 2816,
         "intermediate_size": 2112,
         "moe_intermediate_size": 704,
@@ -66,17 +78,8 @@ SPARSE: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 30,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
-        "head_dim": 256,
-        "global_head_dim": 512,
         "num_global_key_value_heads": 2,
-        "attention_k_eq_v": True,
         "hidden_size_per_layer_input": 0,
-        "vocab_size": 262144,
-        "max_position_embeddings": 262144,
-        "sliding_window": 1024,
-        "final_logit_softcapping": 30.0,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
     },
     "glm-4.5-air": {
         "model_type": "glm4_moe",
