@@ -5,21 +5,24 @@ from __future__ import annotations
 import re
 import signal
 import time
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
-
-import torch
 
 from triforce_core.cli.main import main
 from triforce_core.cli.terminal.leaving import NAMES
-from triforce_kernels.dispatch import HOST, backend
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
 
 
-def kib(compiled: int, plain: int) -> str:
-    """A size of device memory, since a processor's compiled kernels take less of it."""
-    host = backend(torch.device("cpu")) == HOST
-    return f"{compiled if host else plain}KiB"
+def least_memory(*command: object) -> tuple[str, str]:
+    """`--device-memory`, just large enough for a command: the weights of every layer stream."""
+    with redirect_stderr(StringIO()) as said:
+        main([*map(str, command), "--device-memory", "9KiB"])
+    needed = re.search(r"needs ([\d.]+) (KiB|MiB) and 9 KiB is", said.getvalue())
+    assert needed, said.getvalue()
+    # The refusal rounds.
+    return "--device-memory", f"{1.01 * float(needed[1]):.4f}{needed[2]}"
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:

@@ -55,12 +55,13 @@ def killed(model: Path, folder: Path, seconds: float) -> dict[str, Any]:
 
 def arguments(model: object, folder: Path) -> list[str]:
     """Of a run that streams, traces and saves: about a second, most of it passes."""
-    from command import kib
+    from command import least_memory
 
     given = ("generate", model, "--prompt", PROMPT, "--max-new-tokens", 40, "--temperature", 0)
-    where = ("--device", "cpu", "--device-memory", kib(1400, 1950), "--link-bandwidth", "60MB/s")
+    where = (*least_memory(*given, "--device", "cpu"), "--device", "cpu")
     files = ("--stats", folder / "stats", "--trace", folder / "trace")
-    return [str(it) for it in (*given, *where, *files, "--save-context", folder / "context")]
+    files += ("--save-context", folder / "context")
+    return [str(it) for it in (*given, *where, "--link-bandwidth", "60MB/s", *files)]
 
 
 def run(model: Path, folder: Path, moment: dict[str, Any]) -> dict[str, Any]:

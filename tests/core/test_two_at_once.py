@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from command import kib
+from command import least_memory
 from helpers import BLOCK, PLACEMENTS, random_ids
 
 from triforce_core import Engine, SamplingParams
@@ -71,8 +71,8 @@ def test_two_processes_at_once_on_one_cache(speaking, tmp_path) -> None:
         *(sys.executable, "-P", "-m", "triforce_core.cli", "generate", str(speaking), "--quiet"),
         *("--prompt", "Hello there, this is a text of some length. " * 8),
         *("--max-new-tokens", "20", "--temperature", "0", "--device", "cpu"),
-        *("--device-memory", kib(1500, 2000), "--link-bandwidth", "20MB/s"),
     ]
+    command += [*least_memory(*command[4:]), "--link-bandwidth", "20MB/s"]
     said = []
     for count in (2, 1):
         files = [tmp_path / f"{count} {number}" for number in range(count)]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command import heed_signals, run
+from command import heed_signals, least_memory, run
 
 BASE = ("--temperature", "0", "-n", "12", "--device", "cpu", "-c", "400")
 COMMANDS = ("--commands",)
@@ -175,11 +175,12 @@ def test_help_and_exit(speaking, capsys, monkeypatch) -> None:
 def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(speaking) -> None:
     """Answers go to standard output, lines are edited and figures shown on the terminal."""
     leader, follower = pty.openpty()
+    command = ["chat", str(speaking), "--device", "cpu", "-c", "500"]
+    command += [*least_memory(*command), "--link-bandwidth", "1MB/s"]
     chat = subprocess.Popen(
         [
-            *(sys.executable, "-m", "triforce_core.cli", "chat", str(speaking)),
-            *("--device", "cpu", "--device-memory", "2200KiB", "--link-bandwidth", "1MB/s"),
-            *("--temperature", "1", "-n", "450", "-c", "500"),
+            *(sys.executable, "-m", "triforce_core.cli"),
+            *(*command, "--temperature", "1", "-n", "450"),
         ],
         stdin=follower,
         stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command import heed_signals
+from command import heed_signals, least_memory
 from wcwidth import wcswidth
 
 from triforce_core.cli.chat.wrapping import WordWrap
@@ -105,11 +105,12 @@ def chatting(model: Path) -> Iterator[Terminal]:
     """A chat whose answers are long and stream slowly."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = ["chat", str(model), "--device", "cpu", "-c", "500"]
+    command += [*least_memory(*command), "--link-bandwidth", "1MB/s"]
     process = subprocess.Popen(
         [
-            *(sys.executable, "-P", "-m", "triforce_core.cli", "chat", str(model)),
-            *("--device", "cpu", "--device-memory", "2200KiB", "--link-bandwidth", "1MB/s"),
-            *("--temperature", "1", "-n", "300", "-c", "500"),
+            *(sys.executable, "-P", "-m", "triforce_core.cli"),
+            *(*command, "--temperature", "1", "-n", "300"),
         ],
         **{"stdin": follower, "stdout": follower, "stderr": follower},
         env=os.environ | {"TERM": "xterm"},

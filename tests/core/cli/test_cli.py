@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from command import GREEDY, kib, run
+from command import GREEDY, least_memory, run
 from helpers import add_tokenizer, make_model
 
 from triforce_core.cli.terminal.report import takes_colors
@@ -92,7 +92,7 @@ def test_a_model_that_streams_gives_the_same_text(speaking, capsys, tmp_path) ->
     base = ("generate", speaking, "--prompt", prompt, *GREEDY)
     resident = run(capsys, *base)
     stats = tmp_path / "stats.json"
-    small = ("--device-memory", kib(1500, 2000), "--link-bandwidth", "5GB/s", "--stats", stats)
+    small = (*least_memory(*base), "--link-bandwidth", "5GB/s", "--stats", stats)
     streamed = run(capsys, *base, *small)
     assert resident[0] == streamed[0] == 0
     assert resident[1] == streamed[1]
@@ -317,7 +317,7 @@ def test_options_without_effect_are_named(speaking, capsys) -> None:
 def test_the_plan_says_what_runs_and_not_what_was_asked(speaking, capsys) -> None:
     base = ("generate", speaking, "--prompt", "Hello" * 40, *GREEDY, "--draft-weights", "exact")
     resident = "nothing streams, and it would read the same weights as a pass"
-    for memory, why in ((kib(1000, 1300), "weights stream"), ("1GiB", resident)):
+    for memory, why in ((least_memory(*base)[1], "weights stream"), ("1GiB", resident)):
         _, _, err = run(capsys, *base, "--device-memory", memory)
         (line,) = [line for line in err.splitlines() if line.startswith("plan: ")]
         assert line.startswith("plan: speculative, ")

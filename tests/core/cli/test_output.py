@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from command import GREEDY, heed_signals, kib, run, wait_until_heeded
+from command import GREEDY, heed_signals, least_memory, run, wait_until_heeded
 
 from triforce_core.cli.terminal.output import TextOutput
 from triforce_core.cli.terminal.signals import Stop
@@ -32,7 +32,10 @@ def start(*arguments: object, **options: object) -> subprocess.Popen:
     )
 
 
-SLOW = ("--device", "cpu", "--device-memory", kib(1600, 2150), "--link-bandwidth")
+def streaming(rate: str, *arguments: object) -> subprocess.Popen:
+    """A command that streams the weights of every layer in each pass."""
+    arguments = (*arguments, "--device", "cpu")
+    return start(*arguments, *least_memory(*arguments), "--link-bandwidth", rate)
 
 
 @pytest.mark.first
@@ -41,9 +44,9 @@ def test_a_signal_keeps_text_and_stats(speaking, tmp_path, number: signal.Signal
     """K1, over a link so slow that a pass takes a third of a second."""
     prompt = "Hello there, this is a text of some length. " * 8
     stats = tmp_path / "stats.json"
-    process = start(
-        *("generate", speaking, "--prompt", prompt, "--max-new-tokens", "60", "--stats", stats),
-        *("--temperature", "0", *SLOW, "2MB/s"),
+    process = streaming(
+        *("2MB/s", "generate", speaking, "--prompt", prompt, "--max-new-tokens", "60"),
+        *("--temperature", "0", "--stats", stats),
     )
     first = process.stdout.read(1)
     process.send_signal(number)
@@ -61,7 +64,7 @@ def test_a_link_that_fails_keeps_text_and_stats(capsys, monkeypatch, speaking, t
     """F2, F3: what was said until then, the figures of it, one sentence and its exit code."""
     prompt, stats = "Hello there, this is a text of some length. " * 8, tmp_path / "stats.json"
     options = ("--prompt", prompt, "--max-new-tokens", 60, *GREEDY, "--device", "cpu")
-    options += ("--device-memory", kib(1500, 2000), "--stats", stats)
+    options += (*least_memory("generate", speaking, *options), "--stats", stats)
     original, copies, failing = EmulatedLink.to_device, 0, 0
 
     def to_device(link: EmulatedLink, *copy: object) -> object:
@@ -91,9 +94,8 @@ def test_a_link_that_fails_keeps_text_and_stats(capsys, monkeypatch, speaking, t
 @pytest.mark.slow
 def test_a_second_interrupt_exits_at_once(speaking) -> None:
     prompt = "Hello there, this is a text of some length. " * 8
-    process = start(
-        *("generate", speaking, "--prompt", prompt, "--max-new-tokens", "60"),
-        *(*SLOW, "60KB/s"),
+    process = streaming(
+        *("60KB/s", "generate", speaking, "--prompt", prompt, "--max-new-tokens", "60")
     )
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -111,9 +113,8 @@ def test_an_interrupt_while_starting_leaves_at_once(speaking, seconds: float) ->
     """In the middle of imports, of loading, or already of the text, which goes on for a minute:
     every pass streams the weights.
     """
-    process = start(
-        *("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400"),
-        *("--device", "cpu", "--device-memory", "1900KiB", "--link-bandwidth", "2MB/s"),
+    process = streaming(
+        *("2MB/s", "generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400")
     )
     wait_until_heeded(process.pid)
     time.sleep(seconds)

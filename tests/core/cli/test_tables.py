@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import GREEDY, kib, run
+from command import GREEDY, least_memory, run
 from rich.cells import cell_len
 
 from triforce_core.bench.rows import Row
@@ -178,8 +178,9 @@ def test_a_machine_fits(capsys, monkeypatch, width: int) -> None:
 
 
 def test_the_table_of_a_run_fits(capsys, speaking: Path, width: int) -> None:
-    options = ("--device-memory", kib(1800, 2400), "-c", "500", "--link-bandwidth", "1GB/s")
-    code, _, err = run(capsys, "generate", speaking, "-p", "Hello " * 40, *GREEDY, *options)
+    command = ("generate", speaking, "-p", "Hello " * 40, *GREEDY, "-c", "500")
+    options = (*least_memory(*command), "--link-bandwidth", "1GB/s")
+    code, _, err = run(capsys, *command, *options)
     assert code == 0
     table = [line for line in err.splitlines() if line[:1] in "┌│└"]
     check("\n".join(table), width, ("tokens/s", "GB/s;", "seed"))

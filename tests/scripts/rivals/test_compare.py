@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import kib
+from command import least_memory
 
 from rivals import compare as comparing
 from rivals import reference, spawn
@@ -25,7 +25,8 @@ RIVALS = ("transformers", "accelerate", "ours, auto", "ours, spec", "+ fixed", "
 
 def compare(model: Path, work: Path, *more: object) -> subprocess.CompletedProcess[str]:
     options = ("--prompt-tokens", 300, "--new-tokens", 12, "--repeats", 1, "--threads", 1)
-    options += ("--device-memory", kib(1270, 1680), "--work", work, "--result", work / "result")
+    options += least_memory("generate", model, "-p", "x", "-c", 312, "--device", "cpu")
+    options += ("--work", work, "--result", work / "result")
     return subprocess.run(
         list(map(str, (sys.executable, SCRIPTS, "compare", "--model", model, *options, *more))),
         capture_output=True,
