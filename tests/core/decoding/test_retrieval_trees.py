@@ -27,7 +27,7 @@ from triforce_core.decoding.levels import Round, Tally, propose_draft, verify_dr
 from triforce_core.decoding.retrieval_level import RetrievalLevel
 from triforce_core.decoding.trees import tree
 from triforce_core.decoding.trees.growth import Growth, of_retrieval_level
-from triforce_core.decoding.trees.retrieval_tree import WIDEST, Evaluated, RetrievalTree
+from triforce_core.decoding.trees.retrieval_tree import WIDEST, Evaluated, RetrievalTree, TreeCosts
 from triforce_core.settings import AUTO_TREE_TOKENS
 
 VOCAB, TOKENS, NODES = 8, 6_000, 12
@@ -218,18 +218,26 @@ def test_nothing_follows_the_end_of_the_text() -> None:
             assert token not in (1, 2) or not draft.branches.children[row]
 
 
+class ASecond(TreeCosts):
+    """A forward takes a second, whatever the time that it really took."""
+
+    def observe(self, rows: int, seconds: float) -> None:
+        super().observe(rows, 1.0)
+
+
 def test_a_forward_that_is_not_worth_its_time_is_not_run() -> None:
     """A pass that costs no more than a forward of the level is not delayed by one."""
     sizes = []
-    for seconds in (1e-6, 1e3):
+    for seconds in (0.01, 1e3):
         generator = torch.Generator().manual_seed(5)
         rule = Optimal(generator)
-        one = level(rule, generator)
+        one = level(rule, generator, costs=ASecond())
         growth = Growth(NODES, 5, asked=False, prior=of_retrieval_level, chains=False)
         for _ in range(40):
             made = propose_draft(partial(one.branch, Text([3]), growth, NODES, 5), Text([3]), CPU)
             outcome = verify_draft(made, TARGET[made.fed], rule, Text([3]), lambda rows: None, 0.0)
-            growth.observe(outcome._replace(warm=True, verify_seconds=seconds), tree=True)
+            timed = outcome._replace(warm=True, draft_seconds=1.0, verify_seconds=seconds)
+            growth.observe(timed, tree=True)
         sizes.append(len(made.draft.tokens))
     assert sizes[0] <= 1
     assert sizes[1] > 6
