@@ -166,5 +166,6 @@ def _computed(model: nn.Module, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     layers = result.past_key_values.layers[: len(model.model.layers)]
     stored = [it for it in layers if hasattr(it, "keys")]
     keys_values = torch.cat([each.flatten() for it in stored for each in (it.keys, it.values)])
-    attentions = [each for each in result.attentions if each is not None]
-    return hidden[0], keys_values, torch.stack(attentions), result.logits
+    # Layers may differ in their heads.
+    rows = [each.flatten(0, 2) for each in result.attentions if each is not None]
+    return hidden[0], keys_values, torch.cat(rows), result.logits

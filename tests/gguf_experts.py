@@ -76,6 +76,14 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_expert_shared_count(config.moe_num_shared_experts)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if config.model_type == "minimax_m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "laguna":
+        writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
+        writer.add_expert_weights_scale(config.moe_routed_scaling_factor)
+        writer.add_expert_weights_norm(True)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "glm4_moe":
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)

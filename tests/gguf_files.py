@@ -46,8 +46,10 @@ _RENAMED = {
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "qwen3_5_text": "qwen35"},
     **{"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
     **{"qwen3_5_moe_text": "qwen35moe", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe"},
-    "gpt_oss": "gpt-oss",
+    **{"gpt_oss": "gpt-oss", "qwen3_next": "qwen3next", "minimax_m2": "minimax-m2"},
 }
+# Those that the package does not know, and one whose tensors have the same names.
+_NAMED_AS = {"laguna": "qwen3"}
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|ffn_down_exps|attn_v)\.weight")
@@ -113,10 +115,11 @@ def _describe_sizes(
     if width:
         writer.add_feed_forward_length(width)
     describe_experts(writer, config)
-    writer.add_head_count(config.num_attention_heads)
+    heads = getattr(config, "num_attention_heads_per_layer", config.num_attention_heads)
+    writer.add_head_count(heads)
     if architecture == "gemma4":
         _describe_gemma4(writer, config)
-    elif architecture in ("qwen35", "qwen35moe", "lfm2"):
+    elif architecture in ("qwen35", "qwen35moe", "qwen3next", "lfm2"):
         _describe_recurrent(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -138,7 +141,8 @@ def _describe_sizes(
 def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]:
     """The tensors of a model under their names in a file, as the converter stores them."""
     config, tensors = model.config, {}
-    names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], config.num_hidden_layers)
+    known = _ARCHITECTURES[_NAMED_AS.get(architecture, architecture)]
+    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -154,6 +158,16 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
             array = array + 1
         if architecture in ("qwen35", "qwen35moe"):
             name, array = _of_qwen35(config, name, array)
+        if architecture == "qwen3next":
+            name, array = _of_qwen3next(config, name, array)
+        layer = name.removeprefix("model.layers.").partition(".")[0]
+        if name.endswith("in_proj_qkvz.weight"):
+            joint = _by_projection(config, array)
+            tensors |= {f"blk.{layer}.{part}.weight": rows for part, rows in joint.items()}
+            continue
+        if name.endswith("self_attn.g_proj.weight"):
+            tensors[f"blk.{layer}.attn_gate.weight"] = array
+            continue
         if name.endswith("conv.conv.weight"):
             array = array.squeeze(1)
         if name.endswith("layer_scalar"):
@@ -215,6 +229,30 @@ def _of_qwen35(config: object, name: str, array: np.ndarray) -> tuple[str, np.nd
     return name.replace("dt_bias", "dt_proj.bias"), array
 
 
+def _of_qwen3next(config: object, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """A tensor of Qwen3-Next as the converter stores it: norms with 1 added, decays as factors."""
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return name, array + 1
+    if name.endswith("conv1d.weight"):
+        array = array.squeeze(1)
+    if name.endswith("A_log"):
+        array = -np.exp(array)
+    return name.replace("dt_bias", "dt_proj.bias"), array
+
+
+def _by_projection(config: object, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Queries, keys and values, and gates, of which the rows of a key head were side by side."""
+    heads, key, value = (
+        config.linear_num_key_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim * config.linear_num_value_heads // config.linear_num_key_heads,
+    )
+    rows = array.reshape(heads, -1, array.shape[-1])
+    parts = np.split(rows, (key, 2 * key, 2 * key + value), 1)
+    *qkv, gate = (part.reshape(-1, array.shape[-1]) for part in parts)
+    return {"attn_qkv": np.concatenate(qkv), "attn_gate": gate}
+
+
 def _tiled(rows: np.ndarray, keys: int, size: int) -> np.ndarray:
     """Rows of value heads, of which those of a key head were side by side."""
     heads = rows.reshape(keys, -1, size, *rows.shape[1:])
@@ -237,6 +275,8 @@ def _describe_recurrent(writer: gguf.GGUFWriter, config: object) -> None:
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    if config.model_type == "qwen3_next":
+        return
     writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
@@ -272,9 +312,9 @@ def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> 
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    elif config.model_type.startswith("gemma"):
+    elif config.model_type.startswith(("gemma", "laguna")):
         writer.add_float32(
-            f"{_RENAMED[config.model_type]}.rope.freq_base_swa",
+            f"{_RENAMED.get(config.model_type, config.model_type)}.rope.freq_base_swa",
             config.rope_parameters["sliding_attention"]["rope_theta"],
         )
     if rope["rope_type"] in ("linear", "yarn"):

@@ -67,7 +67,9 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
         model.set_experts_implementation("eager")
     for name, parameter in model.named_parameters():
         # Their norms multiply by 1 + the weights, except those of recurrent layers.
-        from_zero = kind in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") and "linear_attn" not in name
+        from_zero = (
+            kind in ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next") and "linear_attn" not in name
+        )
         if "norm" in name or name.endswith("bias"):
             mean = float("norm" in name and not from_zero)
             torch.nn.init.normal_(parameter, mean, 0.2)

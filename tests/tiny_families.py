@@ -297,6 +297,53 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             **_MOE,
         },
     ),
+    # Recurrent layers whose projections are stored together, and a dense layer.
+    "qwen3_next-moe": (
+        "Qwen3Next",
+        {
+            **_QWEN3_5,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            **_MOE,
+        },
+    ),
+    # Heads that are normalised together, and rotated in part.
+    "minimax_m2-moe": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    # A gate of each head, more heads in layers with a window, and two rotary embeddings.
+    "laguna-moe": (
+        "Laguna",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 48,
+            "moe_routed_scaling_factor": 1.5,
+            "head_dim": 16,
+            "num_attention_heads_per_layer": [4, 6, 6],
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+            **_MOE,
+        },
+    ),
     "gpt-oss-moe": (
         "GptOss",
         {

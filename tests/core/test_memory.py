@@ -46,7 +46,7 @@ METHODS = [
     # Models whose layers have different heads, or a state, do not draft.
     *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "retrieval")),
     ("qwen3_5", "mtp"),
-    *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe"), ("autoregressive", "ngram")),
+    *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe", "laguna-moe"), ("autoregressive", "ngram")),
 ]
 
 

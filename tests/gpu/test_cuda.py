@@ -80,7 +80,7 @@ def test_greedy_equals_the_cpu_wherever_weights_and_kv_live(
 
 @pytest.mark.first
 @pytest.mark.parametrize("processor", [(0, 1, 2), (), (1,)])
-@pytest.mark.parametrize("family", ["gpt-oss-moe", "qwen2_moe", "gemma4-moe"])
+@pytest.mark.parametrize("family", ["gpt-oss-moe", "qwen2_moe", "gemma4-moe", "laguna-moe"])
 def test_experts_are_away_from_the_rest_of_their_layers(
     tiny, family: str, processor: tuple[int, ...]
 ) -> None:

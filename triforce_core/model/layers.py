@@ -45,6 +45,8 @@ class Attention(Described):
         projected
     output_gate: whether the output is multiplied by the sigmoid of a gate, which is projected with
         the queries: in "qkv" the gate of each head follows its query
+    head_gate: whether the output of each head is multiplied by the softplus of a number, which is
+        projected too: in "qkv" the gates of all heads come last
     sinks: whether the softmax of each head has one more column, without a value
     score_cap: scores x become score_cap * tanh(x / score_cap); None for no cap
     """
@@ -52,7 +54,7 @@ class Attention(Described):
     _NEWER = frozenset(
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
-            *("value_norm", "projects_values", "output_gate", "sinks", "score_cap"),
+            *("value_norm", "projects_values", "output_gate", "head_gate", "sinks", "score_cap"),
         }
     )
 
@@ -70,6 +72,7 @@ class Attention(Described):
     value_norm: bool = False
     projects_values: bool = True
     output_gate: bool = False
+    head_gate: bool = False
     sinks: bool = False
     score_cap: float | None = None
 
@@ -101,6 +104,7 @@ class Attention(Described):
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""
         qkv = self.queries * (1 + self.output_gate) + self.keys * (1 + self.projects_values)
+        qkv += self.heads * self.head_gate
         shapes: Shapes = {"qkv": (qkv, hidden)}
         if self.qkv_bias:
             shapes["qkv_bias"] = (qkv,)

@@ -10,7 +10,7 @@ import torch
 from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, ShortConv
 from triforce_core.model.norms import Norm
 from triforce_kernels.attention.attention import Softmax
-from triforce_kernels.elementwise import sigmoid
+from triforce_kernels.elementwise import sigmoid, softplus
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_kernels.recurrent.gates import delta_gates, gated_norm
@@ -57,7 +57,11 @@ class AttentionMixer:
         """MixerLayer.__call__."""
         spec = self._spec
         hidden = _normed(w, hidden, self._norm)
-        heads = linear(hidden, w["qkv"], w.get("qkv_bias")).view(batch.rows, -1, spec.head_dim)
+        projected = linear(hidden, w["qkv"], w.get("qkv_bias"))
+        if spec.head_gate:
+            head_gate = softplus(projected[:, -spec.heads :].float())
+            projected = projected[:, : -spec.heads].contiguous()
+        heads = projected.view(batch.rows, -1, spec.head_dim)
         if spec.output_gate:
             gated = heads[:, : 2 * spec.heads]
             gate = gated[:, 1::2].flatten(1)
@@ -83,6 +87,8 @@ class AttentionMixer:
         mixed = mixed.transpose(0, 1).reshape(batch.rows, -1)
         if spec.output_gate:
             mixed *= sigmoid(gate)
+        if spec.head_gate:
+            mixed.unflatten(1, (-1, spec.head_dim)).mul_(head_gate.to(mixed.dtype)[..., None])
         return linear(mixed, w["o"], w.get("o_bias"))
 
     def _norm_over_ranks(

@@ -133,6 +133,8 @@ def _attention_bytes(
     # Copies of the heads are freed before rows are rotated.
     if not by_host and (not mixer.projects_values or mixer.output_gate):
         nbytes += tokens * (queries + keys) * itemsize
+    if mixer.head_gate:
+        nbytes += tokens * (queries + 2 * keys) * itemsize
     if mixer.output_gate:
         nbytes += tokens * 2 * queries * itemsize
     return nbytes

@@ -167,7 +167,7 @@ def test_hub_ids_are_known_by_their_names(capsys) -> None:
     for model, family in (
         ("google/gemma-3n-e4b-it", "Gemma 3n"),
         ("google/gemma-4-E4B-it", "Gemma 4 E2B and E4B"),
-        ("Qwen/Qwen3.8-Flash-Next", "Qwen3-Next and Qwen3.8-Flash"),
+        ("Qwen/Qwen3.8-Flash-Next", "Qwen3.8-Flash"),
         ("zai-org/GLM-4.7-Flash", "GLM-4.7-Flash and GLM-5"),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", "models with experts that read images"),
     ):

@@ -76,7 +76,7 @@ def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
     for i in chosen:
         placement = ("kv", "resident", "kv-in-part", "kv-one-slot")[i % 4]
         # A model whose layers have different heads, or a state, does not draft.
-        own = other if family.startswith(("gemma4", "qwen3_5", "lfm2")) else path
+        own = other if family.startswith(("gemma4", "qwen3_5", "qwen3_next", "lfm2")) else path
         with engine(path, placement, **filled(RUNS[i], own, other)) as ours:
             for prompt, expected in zip(prompts, theirs, strict=True):
                 result = ours.generate(prompt, greedy(NEW))

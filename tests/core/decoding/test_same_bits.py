@@ -100,7 +100,10 @@ def test_models_that_cap_scores_are_refused(models) -> None:
         engine(models(CAPPED), "float32", same_bits="on")
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_moe", "gpt-oss-moe"])
+KINDS = ("llama", "gemma3", "qwen3_5", "qwen3_moe", "gpt-oss-moe", "laguna-moe")
+
+
+@pytest.mark.parametrize("family", KINDS)
 def test_wherever_weights_and_kv_are_and_in_every_lossless_format(models, family: str) -> None:
     text, found = random_ids(TEXT, seed=2), {}
     for name, options in FORMATS.items():

@@ -117,7 +117,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     named = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 256}
     named |= {"intermediate_size": 128, "num_attention_heads": 16, "vocab_size": 97}
     named |= {"max_position_embeddings": 4096, "sliding_window": None}
-    if family in ("qwen3_5_text", "qwen3_5_moe_text"):
+    if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         named["layer_types"] = ["linear_attention", "full_attention"]
     elif family in ("exaone4", "granitemoehybrid") or family.startswith("gemma4"):
         named["layer_types"] = ["full_attention"] * 2
@@ -125,9 +125,12 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         named["num_local_experts"] = 0
     if family.startswith("gemma4"):
         named |= {"sliding_window": 64, "hidden_size_per_layer_input": 0}
+    elif family == "laguna":
+        del named["sliding_window"]
     elif family not in (
         *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
         *("lfm2", "qwen3_5_moe_text", "qwen3_moe", "ernie4_5_moe", "glm4_moe", "mixtral"),
+        *("qwen3_next", "minimax_m2"),
     ):
         # Published configs always say so.
         named["num_key_value_heads"] = 4

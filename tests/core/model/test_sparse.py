@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -19,8 +20,9 @@ from tiny_families import WITH_EXPERTS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
+from triforce_core.model.checkpoints.names import gguf_names, hf_names
 from triforce_core.model.families.hf import from_hf
-from triforce_core.model.feed_forward import Experts, Router
+from triforce_core.model.feed_forward import Experts, Router, Scores
 from triforce_core.model.sharing.share import Share
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -70,7 +72,8 @@ def test_experts_in_stacked_tensors_are_the_same(tiny, tmp_path, family: str) ->
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_a_gguf_file_is_the_model(tmp_path, family: str, weights: str) -> None:
     """llama.cpp knows no dense layers between those with experts, except the first."""
-    overrides = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
+    own = family in ("qwen3_moe", "qwen3_next-moe")
+    overrides = {"mlp_only_layers": []} if own else {}
     model = make_model(family, tmp_path, **overrides)
     kind = gguf.GGMLQuantizationType.F32
     if weights == "stored":
@@ -106,9 +109,13 @@ def test_types_of_gate_and_up_projections_may_differ(tmp_path) -> None:
         assert running.generate(PROMPT, GREEDY).token_ids == expected
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "qwen3_next-moe"])
 def test_experts_in_fp8_are_those_of_the_dequantised_model(tmp_path, family: str) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 128}
+    if family == "qwen3_next-moe":
+        # All that a key head has in the joint projection are whole scales.
+        sizes |= {"linear_key_head_dim": 128, "linear_num_value_heads": 4}
+        sizes |= {"linear_value_head_dim": 64, "shared_expert_intermediate_size": 128}
     model = make_model(family, tmp_path, head_dim=64, num_key_value_heads=1, **sizes)
     to_fp8(tmp_path, model)
     texts = []
@@ -120,6 +127,25 @@ def test_experts_in_fp8_are_those_of_the_dequantised_model(tmp_path, family: str
         result = drafting.generate(PROMPT, GREEDY)
     assert result.token_ids == texts[0]
     assert "retrieval" in result.stats["levels"]
+
+
+def test_the_first_gguf_files_of_qwen3_next_are_read(tmp_path) -> None:
+    """Of a key head they have queries, keys, values and gates side by side, as safetensors do."""
+    make_model("qwen3_next-moe", tmp_path)
+    config = from_hf(json.loads((tmp_path / "config.json").read_text()), {})
+    ours = hf_names(config, {"model.layers.0.mlp.experts.0.up_proj.weight"})("layers.0.qkv")
+    first = gguf_names(config, {"blk.0.ssm_in.weight"})("layers.0.qkv")
+    stored = {"linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_ba": "ssm_ba"}
+    for our, their in zip(ours, first, strict=True):
+        name = our.name.removeprefix("model.layers.0.").removesuffix(".weight")
+        assert their == replace(our, name=f"blk.0.{stored[name]}.weight")
+
+
+def test_minimax_is_rotated_in_part_as_its_first_configs_say() -> None:
+    named = {"model_type": "minimax_m2", "head_dim": 32, "num_experts_per_tok": 2}
+    config = from_hf(CONFIG | named | {"rotary_dim": 8, "num_local_experts": 8}, {})
+    assert config.rope.rotated(32) == 8
+    assert config.layers[0].mlp.router == Router(Scores.SIGMOID, biased=True)
 
 
 @pytest.mark.parametrize("placement", ["resident", "kv", "weights-one-slot", "both"])
@@ -167,6 +193,13 @@ CONFIG = {
         ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers"),
         ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit"),
+        ({"model_type": "minimax_m2", "attn_type_list": [0, 1, 1, 1]}, "attn_type_list"),
+        ({"model_type": "minimax_m2", "shared_intermediate_size": 64}, "shared_intermediate_size"),
+        ({"model_type": "laguna", "gating": "per-element"}, "gating 'per-element'"),
+        ({"model_type": "laguna", "moe_router_logit_softcapping": 2.0}, "softcapping 2.0"),
+        ({"model_type": "laguna", "num_attention_heads_per_layer": [4]}, "must be a list of 4"),
+        ({"model_type": "laguna", "num_attention_heads_per_layer": [4, 3, 4, 4]}, "3 attention"),
+        ({"model_type": "laguna", "mlp_layer_types": ["mixed"] * 4}, "names 'mixed'"),
     ],
 )
 def test_impossible_experts_are_named(change: dict, named: str | None) -> None:

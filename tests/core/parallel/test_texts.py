@@ -44,7 +44,7 @@ RANKED += (
     "qwen3_5",
     "lfm2",
 )
-RANKED += ("qwen3_moe", "qwen2_moe", "glm4_moe")
+RANKED += ("qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_next-moe", "minimax_m2-moe", "laguna-moe")
 
 
 def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:

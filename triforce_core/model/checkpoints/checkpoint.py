@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,7 +193,7 @@ class Checkpoint:
         from triforce_offload.checkpoint.reading import read_into
 
         first = 0
-        for piece in pieces:
+        for piece in chain.from_iterable(piece.following() for piece in pieces):
             part = rows_of(into, first, first + piece.rows)
             first += piece.rows
             try:

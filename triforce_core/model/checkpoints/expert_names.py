@@ -69,10 +69,12 @@ HF_MIXTRAL = ExpertNames(
     ),
     down="block_sparse_moe.experts.{}.w2.weight",
 )
+HF_MINIMAX = replace(HF_MIXTRAL, bias="block_sparse_moe.e_score_correction_bias")
 HF_QWEN2 = ExpertNames(
     shared_gate_up=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
     shared_down="mlp.shared_expert.down_proj.weight",
 )
+HF_LAGUNA = replace(HF_QWEN2, bias="mlp.experts.e_score_correction_bias")
 HF_GEMMA4 = ExpertNames(
     router="router.proj.weight",
     gate_up=("experts.gate_up_proj",),

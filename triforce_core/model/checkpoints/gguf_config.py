@@ -39,6 +39,9 @@ _FAMILIES = {
     "granitemoe": FAMILIES["granitemoe"],
     "ernie4_5-moe": FAMILIES["ernie4_5_moe"],
     "glm4moe": FAMILIES["glm4_moe"],
+    "qwen3next": FAMILIES["qwen3_next"],
+    "minimax-m2": FAMILIES["minimax_m2"],
+    "laguna": FAMILIES["laguna"],
     "gpt-oss": FAMILIES["gpt_oss"],
 }
 # Families of files with experts, by an architecture that is another one's without them.
@@ -217,6 +220,9 @@ def _gguf_rope(fields: Fields, family: Family, positions: int, head_dim: int) ->
         parameters["original_max_position_embeddings"] = fields.whole(
             "rope.scaling.original_context_length", positions
         )
+        for name in ("beta_fast", "beta_slow"):
+            if (given := f"rope.scaling.yarn_{name}") in fields.raw:
+                parameters[name] = fields.real(given)
         if family.name == "gpt_oss":
             # As the model was trained, though llama.cpp rounds the bounds of the frequencies.
             parameters["truncate"] = False

@@ -12,6 +12,8 @@ from triforce_core.model.checkpoints.expert_names import (
     HF_GEMMA4,
     HF_GPT_OSS,
     HF_GRANITE,
+    HF_LAGUNA,
+    HF_MINIMAX,
     HF_MIXTRAL,
     HF_QWEN2,
     ExpertNames,
@@ -26,8 +28,10 @@ from triforce_core.model.checkpoints.pieces import (
 )
 from triforce_core.model.checkpoints.recurrent_names import (
     GGUF_DELTA_NET,
+    GGUF_QWEN3_NEXT,
     GGUF_SHORT_CONV,
     HF_DELTA_NET,
+    HF_QWEN3_NEXT,
     HF_SHORT_CONV,
     RecurrentNames,
     recurrent_pieces,
@@ -43,6 +47,7 @@ class Naming:
 
     norms: name of each norm, by this runtime's name
     sinks: full name of the scores of sinks
+    head_gate: name of the projection of a gate for each head
     qkv, gate_up: names of projections, apart or as one tensor
     interleaved: whether the rotated numbers of a head are stored in pairs: those with the same
         frequency side by side, not half a head apart
@@ -56,6 +61,7 @@ class Naming:
     norms: Mapping[str, str]
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
+    head_gate: str = "self_attn.g_proj"
     sinks: str = "self_attn.sinks"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -113,6 +119,9 @@ _HF = {
         ("qwen3_5_text", "qwen3_5_moe_text"),
         Naming(_HF_BEFORE, recurrent=HF_DELTA_NET, experts=HF_QWEN2),
     ),
+    "minimax_m2": Naming(_HF_BEFORE, experts=HF_MINIMAX),
+    "laguna": Naming(_HF_BEFORE, experts=HF_LAGUNA),
+    "qwen3_next": Naming(_HF_BEFORE, recurrent=HF_QWEN3_NEXT, experts=HF_QWEN2),
     "lfm2": Naming(
         {
             "input_norm": "operator_norm",
@@ -149,6 +158,7 @@ _GGUF = Naming(
     _GGUF_BEFORE,
     qkv=("attn_q", "attn_k", "attn_v"),
     o="attn_output",
+    head_gate="attn_gate",
     sinks="attn_sinks.weight",
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
@@ -174,6 +184,7 @@ _GGUF_FAMILIES = {
         ("qwen3_5_text", "qwen3_5_moe_text"),
         replace(_GGUF_POST_ATTENTION, recurrent=GGUF_DELTA_NET),
     ),
+    "qwen3_next": replace(_GGUF_POST_ATTENTION, recurrent=GGUF_QWEN3_NEXT),
     "lfm2": replace(_GGUF, last_norm="token_embd_norm.weight", recurrent=GGUF_SHORT_CONV),
 }
 
@@ -201,7 +212,8 @@ def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str
     """Return the pieces of each tensor in a GGUF file. held: names of the tensors in it"""
     naming = _GGUF_FAMILIES.get(config.family, _GGUF)
     layer = "blk.{}."
-    naming = replace(naming, experts=naming.experts.as_held(held, layer, len(config.layers)))
+    experts = naming.experts.as_held(held, layer, len(config.layers))
+    naming = replace(naming, experts=experts, recurrent=naming.recurrent.as_held(held))
     ends = {
         "embedding": "token_embd.weight",
         "head": "token_embd.weight" if config.tied else "output.weight",
@@ -269,7 +281,10 @@ def _attention_pieces(
     parts = {}
     for suffix, ending in (("", "weight"), ("_bias", "bias")):
         named = [f"{name}.{ending}" for name in naming.qkv[:projected]]
-        parts["qkv" + suffix] = pieces_of(named, sizes[:projected], orders[:projected])
+        pieces = pieces_of(named, sizes[:projected], orders[:projected])
+        if mixer.head_gate:
+            pieces.append(Piece(f"{naming.head_gate}.{ending}", mixer.heads))
+        parts["qkv" + suffix] = pieces
         parts["o" + suffix] = [Piece(f"{naming.o}.{ending}", config.hidden)]
     parts["sinks"] = [Piece(naming.sinks, mixer.heads)]
     for part in ("q_norm", "k_norm"):

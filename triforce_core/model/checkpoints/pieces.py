@@ -27,6 +27,7 @@ class Piece:
     corner: first row and column of the part that is read; it is as wide as the model's tensor
     change: turns the stored numbers into the model's; None if they are the same
     columns: number of stored columns that `change` takes; None for as many as the model's
+    ranges: stored rows, from the corner on, where they do not follow one another; None if they do
     """
 
     name: str
@@ -35,14 +36,42 @@ class Piece:
     corner: Corner = WHOLE
     change: Change | None = None
     columns: int | None = None
+    ranges: tuple[range, ...] | None = None
+
+    @classmethod
+    def apart(cls, name: str, ranges: Sequence[range]) -> Piece:
+        """Return a piece of stored rows that do not follow one another."""
+        return cls(name, sum(map(len, ranges)), ranges=tuple(ranges))
+
+    def following(self) -> Iterator[Piece]:
+        """Yield the pieces of stored rows that follow one another."""
+        if self.ranges is None:
+            yield self
+            return
+        for rows in self.ranges:
+            corner = Corner(self.corner.row + rows.start, self.corner.column)
+            yield replace(self, rows=len(rows), corner=corner, ranges=None)
 
     def within(self, window: Window) -> Piece:
         """Return the part of the piece in a window, which covers whole heads."""
         rows = self.rows if window.rows is None else len(window.rows)
         first = 0 if window.rows is None else window.rows.start
         column = 0 if window.columns is None else window.columns.start
+        if self.ranges is not None:
+            corner = Corner(self.corner.row, self.corner.column + column)
+            return replace(self, rows=rows, corner=corner, ranges=_cut(self.ranges, first, rows))
         corner = Corner(self.corner.row + first, self.corner.column + column)
         return replace(self, rows=rows, corner=corner)
+
+
+def _cut(ranges: Sequence[range], first: int, rows: int) -> tuple[range, ...]:
+    """Return `rows` of the rows in ranges, from the one with index `first` on."""
+    found = []
+    for each in ranges:
+        if part := each[max(first, 0) : max(first + rows, 0)]:
+            found.append(part)
+        first -= len(each)
+    return tuple(found)
 
 
 def pieces_of(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from triforce_core.model.checkpoints.pieces import Change, Piece, minus_exp, pieces_of
 from triforce_core.model.layers import DeltaNet, Recurrent, ShortConv
@@ -12,13 +14,16 @@ from triforce_core.model.layers import DeltaNet, Recurrent, ShortConv
 class RecurrentNames:
     """Full names of the tensors of a recurrent layer; empty for those that it does not have.
 
-    qkv: the projection of queries, keys and values, and those of gates, rates and decays; or the
-        only projection
+    qkv: the projections, each with what it has: "q", "k" and "v" for queries, keys and values, "z",
+        "b" and "a" for gates, rates and decays. In "qkv" all queries come first; in others that
+        have several, all rows of a key head are side by side. Or the only projection
+    joint: the same in other files, in which they are joint; empty if there are none
     conv, o: without "weight" or "bias"
     decay_change: turns the stored factors of decays into the model's
     """
 
-    qkv: tuple[str, ...] = ()
+    qkv: tuple[tuple[str, str], ...] = ()
+    joint: tuple[tuple[str, str], ...] = ()
     conv: str = ""
     o: str = ""
     decay: str = ""
@@ -26,9 +31,15 @@ class RecurrentNames:
     head_norm: str = ""
     decay_change: Change | None = None
 
+    def as_held(self, held: Collection[str]) -> RecurrentNames:
+        """Return the names that files with tensors of these names have."""
+        if any(name.endswith(f".{self.joint[0][1]}.weight") for name in held if self.joint):
+            return replace(self, qkv=self.joint)
+        return self
+
 
 HF_DELTA_NET = RecurrentNames(
-    qkv=tuple(f"linear_attn.in_proj_{each}" for each in ("qkv", "z", "b", "a")),
+    qkv=tuple((each, f"linear_attn.in_proj_{each}") for each in ("qkv", "z", "b", "a")),
     conv="linear_attn.conv1d",
     o="linear_attn.out_proj",
     decay="linear_attn.A_log",
@@ -36,16 +47,27 @@ HF_DELTA_NET = RecurrentNames(
     head_norm="linear_attn.norm.weight",
     decay_change=minus_exp,
 )
+HF_QWEN3_NEXT = replace(
+    HF_DELTA_NET, qkv=tuple((each, f"linear_attn.in_proj_{each}") for each in ("qkvz", "ba"))
+)
 GGUF_DELTA_NET = RecurrentNames(
-    qkv=("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),
+    qkv=(("qkv", "attn_qkv"), ("z", "attn_gate"), ("b", "ssm_beta"), ("a", "ssm_alpha")),
     conv="ssm_conv1d",
     o="ssm_out",
     decay="ssm_a",
     decay_bias="ssm_dt.bias",
     head_norm="ssm_norm.weight",
 )
-HF_SHORT_CONV = RecurrentNames(("conv.in_proj",), "conv.conv", "conv.out_proj")
-GGUF_SHORT_CONV = RecurrentNames(("shortconv.in_proj",), "shortconv.conv", "shortconv.out_proj")
+GGUF_QWEN3_NEXT = replace(
+    GGUF_DELTA_NET,
+    qkv=(("qkv", "attn_qkv"), ("z", "attn_gate"), ("ba", "ssm_ba")),
+    # As llama.cpp wrote the first files.
+    joint=(("qkvz", "ssm_in"), ("ba", "ssm_ba")),
+)
+HF_SHORT_CONV = RecurrentNames(qkv=(("", "conv.in_proj"),), conv="conv.conv", o="conv.out_proj")
+GGUF_SHORT_CONV = RecurrentNames(
+    qkv=(("", "shortconv.in_proj"),), conv="shortconv.conv", o="shortconv.out_proj"
+)
 
 
 def recurrent_pieces(
@@ -56,28 +78,41 @@ def recurrent_pieces(
         sizes = (mixer.channels,) * 3
         parts = {}
         for suffix, ending in (("", "weight"), ("_bias", "bias")):
-            named = [f"{names.qkv[0]}.{ending}"]
+            named = [f"{names.qkv[0][1]}.{ending}"]
             parts["qkv" + suffix] = pieces_of(named, sizes, (None,) * 3)
             parts["conv" + suffix] = [Piece(f"{names.conv}.{ending}", mixer.channels)]
             parts["o" + suffix] = [Piece(f"{names.o}.{ending}", hidden)]
         return parts
     values, heads = _value_order(mixer, mixer.value_dim), _value_order(mixer, 1)
     channels = (mixer.keys, mixer.keys, mixer.values), (None, None, values)
-    joint, *apart = (f"{name}.weight" for name in names.qkv)
-    rest = zip(
-        apart,
-        (mixer.values, mixer.value_heads, mixer.value_heads),
-        (values, heads, heads),
-        strict=True,
-    )
     return {
-        "qkv": [*pieces_of([joint], *channels), *(Piece(*each) for each in rest)],
+        "qkv": [piece for of, name in names.qkv for piece in _projected(mixer, of, name)],
         "conv": pieces_of([f"{names.conv}.weight"], *channels),
         "decay": [Piece(names.decay, mixer.value_heads, heads, change=names.decay_change)],
         "decay_bias": [Piece(names.decay_bias, mixer.value_heads, heads)],
         "head_norm": [Piece(names.head_norm, mixer.value_dim)],
         "o": [Piece(f"{names.o}.weight", hidden)],
     }
+
+
+def _projected(mixer: DeltaNet, of: str, name: str) -> list[Piece]:
+    """Return the pieces of a tensor with some of the projections. See RecurrentNames.qkv."""
+    name = f"{name}.weight"
+    values, heads = _value_order(mixer, mixer.value_dim), _value_order(mixer, 1)
+    orders = {"v": values, "z": values, "b": heads, "a": heads}
+    group = mixer.value_heads // mixer.key_heads
+    # Rows of a key head.
+    sizes = {"q": mixer.key_dim, "k": mixer.key_dim, "b": group, "a": group}
+    sizes |= dict.fromkeys("vz", group * mixer.value_dim)
+    own = [sizes[each] for each in of]
+    if of == "qkv" or len(of) == 1:
+        rows = [mixer.key_heads * size for size in own]
+        return pieces_of([name], rows, [orders.get(each) for each in of])
+    starts = range(0, mixer.key_heads * sum(own), sum(own))
+    return [
+        Piece.apart(name, [range(start + first, start + last) for start in starts])
+        for first, last in pairwise(accumulate(own, initial=0))
+    ]
 
 
 def _value_order(mixer: DeltaNet, size: int) -> tuple[int, ...] | None:

@@ -18,6 +18,7 @@ from triforce_core.model.families.family import (
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.gemma import GEMMA
 from triforce_core.model.families.recurrent import RECURRENT
+from triforce_core.model.families.sigmoid import SIGMOID
 from triforce_core.model.families.sparse import SPARSE
 from triforce_core.model.families.windows import FULL, windows, windows_if_shorter
 from triforce_core.model.layers import NormKind, Norms
@@ -286,5 +287,6 @@ FAMILIES = {
         *GEMMA,
         *RECURRENT,
         *SPARSE,
+        *SIGMOID,
     )
 }

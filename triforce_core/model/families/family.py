@@ -80,19 +80,21 @@ def layer(
     output_bias: bool = False,
     activates: str = "hidden_act",
     mlp: MLP | None = None,
+    heads: int | None = None,
     **attention: bool | float | None,
 ) -> LayerSpec:
     """Return a layer.
 
     activates: the field that names the MLP's activation
     mlp: the MLP; None for a dense one of intermediate_size columns
+    heads: number of query heads; None for num_attention_heads
     attention: further fields of Attention
     """
-    heads = fields.whole("num_attention_heads")
+    usual = fields.whole("num_attention_heads")
     mixer = Attention(
-        heads=heads,
-        kv_heads=fields.whole("num_key_value_heads", heads),
-        head_dim=fields.whole("head_dim", fields.whole("hidden_size") // heads or 1),
+        heads=heads or usual,
+        kv_heads=fields.whole("num_key_value_heads", usual),
+        head_dim=fields.whole("head_dim", fields.whole("hidden_size") // usual or 1),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         **attention,

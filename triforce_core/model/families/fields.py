@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from triforce_offload.errors import CheckpointError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 _MAX_LAYERS = 10_000
 
@@ -45,6 +45,30 @@ class Fields:
         if not isinstance(value, bool):
             raise CheckpointError(f"{self.source}: {name} must be true or false, got {value!r}")
         return value
+
+    def only(self, name: str, *values: object) -> None:
+        """Raise UnsupportedModelError if a field is there and has another value than these."""
+        if self.get(name) not in (None, *values):
+            raise UnsupportedModelError(
+                f"{self.source}: {name} {self.raw[name]!r} is not supported (only "
+                f"{' or '.join(map(repr, values))})"
+            )
+
+    def of_layers(self, name: str, count: int, default: Sequence[Any]) -> list[Any]:
+        """Return a list with a value of each layer, or the default. Raises CheckpointError."""
+        value = self.get(name)
+        value = list(default) if value is None else value
+        if not isinstance(value, list) or len(value) != count:
+            raise CheckpointError(
+                f"{self.source}: {name} must be a list of {count}, one for each layer, got "
+                f"{value!r}"
+            )
+        return value
+
+    def wholes(self, name: str, count: int, default: Sequence[int]) -> list[int]:
+        """Return a positive number of each layer, or the default. Raises CheckpointError."""
+        values = self.of_layers(name, count, default)
+        return [Fields({name: value}, self.source).whole(name) for value in values]
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.get(name)

@@ -9,7 +9,7 @@ from typing import Any
 from triforce_core.model.families.family import EXPERT_COUNTS
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.recurrent import CONV, LINEAR
-from triforce_core.model.families.windows import FULL
+from triforce_core.model.families.windows import FULL, SLIDING
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Numbers of layers of Gemma 2 27B and 3 27B. llama.cpp knows by them how these scale scores.
@@ -96,6 +96,27 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     return Fields(own, where), more
 
 
+def _laguna(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file with the greatest number of heads of a layer, and that of each.
+    Without a pattern, every fourth layer has no window, from the first one on. Raises
+    CheckpointError.
+    """
+    own, count = dict(fields.raw), fields.whole("block_count")
+    heads = _of_layers(fields, "attention.head_count", count)
+    own["attention.head_count"] = max(heads)
+    dense = fields.whole("leading_dense_block_count", 0, least=0)
+    more = {
+        "num_attention_heads_per_layer": heads,
+        "mlp_layer_types": ["dense" if index < dense else "sparse" for index in range(count)],
+    }
+    slides = getattr(own.get("attention.sliding_window_pattern"), "values", None)
+    if slides is None:
+        slides = [bool(own.get("attention.sliding_window")) and index % 4 for index in range(count)]
+    return Fields(own, fields.source), more | {
+        "layer_types": [SLIDING if each else FULL for each in slides]
+    }
+
+
 def _qwen35(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """Return the fields of a file without its layers that only draft, and those of its recurrent
     layers. Raises CheckpointError.
@@ -115,6 +136,12 @@ def _qwen35(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
         "linear_conv_kernel_dim": fields.whole("ssm.conv_kernel"),
         "tiled_output": True,
     }
+
+
+def _qwen3next(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """As of Qwen3.5, whose files have value heads in another order. Raises CheckpointError."""
+    fields, more = _qwen35(fields, names)
+    return fields, more | {"tiled_output": False}
 
 
 def _qwen3moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
@@ -167,7 +194,7 @@ _EXPERTS = {
     "interleave_moe_layer_step": ("moe_layer_interval",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
-    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_weights_scale": ("routed_scaling_factor", "moe_routed_scaling_factor"),
     "expert_weights_norm": ("norm_topk_prob",),
 }
 
@@ -192,5 +219,7 @@ OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, An
     "qwen35moe": _qwen35,
     "qwen3moe": _qwen3moe,
     "glm4moe": _glm4moe,
+    "qwen3next": _qwen3next,
+    "laguna": _laguna,
     "lfm2": _lfm2,
 }

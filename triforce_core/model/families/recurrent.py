@@ -23,9 +23,7 @@ def qwen3_5_layers(fields: Fields, count: int, mlp: MLP | None = None) -> Layers
     every = fields.whole("full_attention_interval", 4)
     default = [FULL if (index + 1) % every == 0 else LINEAR for index in range(count)]
     if not fields.flag("attn_output_gate", True):
-        raise UnsupportedModelError(
-            f"{fields.source}: attn_output_gate false is not supported in a qwen3_5_text model"
-        )
+        raise UnsupportedModelError(f"{fields.source}: attn_output_gate false is not supported")
     mixer = DeltaNet(
         key_heads=fields.whole("linear_num_key_heads"),
         value_heads=fields.whole("linear_num_value_heads"),

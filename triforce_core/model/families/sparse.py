@@ -16,15 +16,15 @@ from triforce_core.model.families.family import (
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.recurrent import QWEN3_5, qwen3_5_layers
 from triforce_core.model.families.windows import windows, windows_if_shorter
-from triforce_core.model.feed_forward import Activation, Experts, Router, Scores
+from triforce_core.model.feed_forward import Activation, DenseMLP, Experts, Router
 from triforce_core.model.layers import LayerSpec, NormKind
-from triforce_offload.errors import CheckpointError, UnsupportedModelError
+from triforce_offload.errors import CheckpointError
 
 # Least sum of a token's scores in ERNIE: those of a softmax never are so small.
 _NORM_MIN = 1e-12
 
 
-def _experts(
+def experts_of(
     fields: Fields,
     count: str,
     router: Router,
@@ -46,7 +46,7 @@ def _experts(
     )
 
 
-def _where(dense: LayerSpec, experts: Experts, sparse: list[bool]) -> Layers:
+def where(dense: LayerSpec, experts: Experts, sparse: list[bool]) -> Layers:
     """Return layers of which those that are marked have experts."""
     kinds = {False: dense, True: replace(dense, mlp=experts)}
     return tuple(kinds[each] for each in sparse)
@@ -69,7 +69,7 @@ def _alternating(
 
 def _mixtral(fields: Fields, count: int) -> Layers:
     seen = windows_if_shorter(fields, count)
-    experts = _experts(fields, "num_local_experts", Router(), width="intermediate_size")
+    experts = experts_of(fields, "num_local_experts", Router(), width="intermediate_size")
     kinds = {window: layer(fields, mlp=experts, window=window) for window in set(seen)}
     return tuple(kinds[window] for window in seen)
 
@@ -87,7 +87,7 @@ def _sparse_of_qwen(fields: Fields, count: int) -> list[bool]:
 def _qwen2_moe(fields: Fields, count: int) -> Layers:
     first = fields.whole("max_window_layers", 28, least=0)
     seen = windows(fields, count, lambda index: index % 2 == 0 and index < first)
-    experts = _experts(
+    experts = experts_of(
         fields,
         "num_experts",
         Router(normalised=fields.flag("norm_topk_prob", False)),
@@ -102,14 +102,14 @@ def _qwen3_moe(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
     router = Router(normalised=fields.flag("norm_topk_prob", False))
     same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
-    experts, sparse = _experts(fields, "num_experts", router), _sparse_of_qwen(fields, count)
+    experts, sparse = experts_of(fields, "num_experts", router), _sparse_of_qwen(fields, count)
     return _alternating(fields, windows_if_shorter(fields, count), experts, sparse, **same)
 
 
 def _olmoe(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
     router = Router(normalised=fields.flag("norm_topk_prob", False))
-    experts = _experts(fields, "num_experts", router, width="intermediate_size")
+    experts = experts_of(fields, "num_experts", router, width="intermediate_size")
     norms = {"qk_norm": True, "norm_over_heads": True}
     return (layer(fields, mlp=experts, qkv_bias=bias, output_bias=bias, **norms),) * count
 
@@ -117,7 +117,7 @@ def _olmoe(fields: Fields, count: int) -> Layers:
 def _granitemoe(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
     residual, scale = (fields.real(f"{name}_multiplier", 1.0) for name in ("residual", "attention"))
-    experts = _experts(fields, "num_local_experts", Router(), width="intermediate_size")
+    experts = experts_of(fields, "num_local_experts", Router(), width="intermediate_size")
     same = {"qkv_bias": bias, "output_bias": bias, "scale": scale}
     return (layer(fields, mlp=experts, residual_scale=residual, **same),) * count
 
@@ -128,12 +128,8 @@ def _ernie4_5_moe(fields: Fields, count: int) -> Layers:
     last = fields.get("moe_layer_end_index")
     last = count - 1 if last in (None, -1) else fields.whole("moe_layer_end_index", least=0)
     shared = fields.whole("moe_num_shared_experts", 2, least=0)
-    if fields.real("moe_norm_min", _NORM_MIN) != _NORM_MIN:
-        raise UnsupportedModelError(
-            f"{fields.source}: moe_norm_min {fields.raw['moe_norm_min']!r} is not supported (only "
-            f"{_NORM_MIN})"
-        )
-    experts = _experts(
+    fields.only("moe_norm_min", _NORM_MIN)
+    experts = experts_of(
         fields,
         "moe_num_experts",
         Router(biased=True),
@@ -141,28 +137,11 @@ def _ernie4_5_moe(fields: Fields, count: int) -> Layers:
         shared=shared * fields.whole("moe_intermediate_size"),
     )
     sparse = [first <= index <= last and (index + 1) % every == 0 for index in range(count)]
-    return _where(layer(fields), experts, sparse)
-
-
-def _glm4_moe(fields: Fields, count: int) -> Layers:
-    first = fields.whole("first_k_dense_replace", 1, least=0)
-    router = Router(
-        Scores.SIGMOID,
-        fields.flag("norm_topk_prob", True),
-        biased=True,
-        scale=fields.real("routed_scaling_factor", 1.0),
-        groups=fields.whole("n_group", 1),
-        chosen_groups=fields.whole("topk_group", 1),
-    )
-    shared = fields.whole("n_shared_experts", 1) * fields.whole("moe_intermediate_size")
-    experts = _experts(fields, "n_routed_experts", router, shared=shared)
-    bias, norm = fields.flag("attention_bias", False), fields.flag("use_qk_norm", False)
-    dense = layer(fields, qkv_bias=bias, qk_norm=norm)
-    return _where(dense, experts, [index >= first for index in range(count)])
+    return where(layer(fields), experts, sparse)
 
 
 def _qwen3_5_moe(fields: Fields, count: int) -> Layers:
-    experts = _experts(
+    experts = experts_of(
         fields,
         "num_experts",
         Router(),
@@ -172,16 +151,31 @@ def _qwen3_5_moe(fields: Fields, count: int) -> Layers:
     return qwen3_5_layers(fields, count, mlp=experts)
 
 
+def _qwen3_next(fields: Fields, count: int) -> Layers:
+    experts = experts_of(
+        fields,
+        "num_experts",
+        Router(normalised=fields.flag("norm_topk_prob", True)),
+        shared=fields.whole("shared_expert_intermediate_size"),
+        gated_shared=True,
+    )
+    layers = qwen3_5_layers(fields, count, mlp=experts)
+    dense = DenseMLP(fields.whole("intermediate_size"), experts.activation)
+    return tuple(
+        spec if sparse else replace(spec, mlp=dense)
+        for spec, sparse in zip(layers, _sparse_of_qwen(fields, count), strict=True)
+    )
+
+
 def _gpt_oss(fields: Fields, count: int) -> Layers:
     """Every second layer has a window, from the first one on."""
     bias = fields.flag("attention_bias", True)
-    for name, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
-        if fields.real(name, value) != value:
-            raise UnsupportedModelError(
-                f"{fields.source}: {name} {fields.raw[name]!r} is not supported (only {value})"
-            )
+    fields.only("swiglu_limit", 7.0)
+    fields.only("swiglu_alpha", 1.702)
     experts = replace(
-        _experts(fields, "num_local_experts", Router(linear_bias=True), width="intermediate_size"),
+        experts_of(
+            fields, "num_local_experts", Router(linear_bias=True), width="intermediate_size"
+        ),
         activation=Activation.CLAMPED,
         biases=True,
     )
@@ -191,7 +185,7 @@ def _gpt_oss(fields: Fields, count: int) -> Layers:
     return tuple(kinds[each] for each in seen)
 
 
-def _renamed(own: str) -> dict[str, str]:
+def renamed(own: str) -> dict[str, str]:
     """Return a family's name of the number of experts by the names in other files."""
     return {name: own for name in EXPERT_COUNTS if name != own}
 
@@ -231,14 +225,6 @@ _ERNIE = {
     "moe_k": 6,
     "moe_intermediate_size": 1536,
 }
-_GLM = {
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "partial_rotary_factor": 0.5,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1408,
-}
 _QWEN3_5 = {
     **QWEN3_5,
     "num_key_value_heads": 2,
@@ -247,6 +233,7 @@ _QWEN3_5 = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+_QWEN3_NEXT = {**_QWEN3_5, "num_experts": 512, "num_experts_per_tok": 10}
 _GPT_OSS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -270,7 +257,7 @@ SPARSE = (
         "Mixtral",
         _mixtral,
         defaults=_MIXTRAL,
-        renamed=_renamed("num_local_experts"),
+        renamed=renamed("num_local_experts"),
     ),
     Family("qwen2_moe", "Qwen2Moe", _qwen2_moe, defaults=_QWEN2),
     Family(
@@ -278,36 +265,36 @@ SPARSE = (
         "Qwen3Moe",
         _qwen3_moe,
         defaults=_QWEN3,
-        renamed=_renamed("num_experts"),
+        renamed=renamed("num_experts"),
     ),
-    Family("olmoe", "Olmoe", _olmoe, defaults=_OLMOE, renamed=_renamed("num_experts")),
+    Family("olmoe", "Olmoe", _olmoe, defaults=_OLMOE, renamed=renamed("num_experts")),
     Family("granitemoe", "GraniteMoe", _granitemoe, granite_scales, defaults=_GRANITE),
     Family(
         "ernie4_5_moe",
         "Ernie4_5_Moe",
         _ernie4_5_moe,
         defaults=_ERNIE,
-        renamed=_renamed("moe_num_experts") | {"num_experts_per_tok": "moe_k"},
-    ),
-    Family(
-        "glm4_moe",
-        "Glm4Moe",
-        _glm4_moe,
-        defaults=_GLM,
-        renamed=_renamed("n_routed_experts"),
+        renamed=renamed("moe_num_experts") | {"num_experts_per_tok": "moe_k"},
     ),
     Family(
         "gpt_oss",
         "GptOss",
         _gpt_oss,
         defaults=_GPT_OSS,
-        renamed=_renamed("num_local_experts"),
+        renamed=renamed("num_local_experts"),
     ),
     Family(
         "qwen3_5_moe_text",
         "Qwen3_5Moe",
         _qwen3_5_moe,
         defaults=_QWEN3_5,
+        norm_kind=NormKind.RMS_PLUS_ONE,
+    ),
+    Family(
+        "qwen3_next",
+        "Qwen3Next",
+        _qwen3_next,
+        defaults=_QWEN3_NEXT,
         norm_kind=NormKind.RMS_PLUS_ONE,
     ),
 )

@@ -104,7 +104,8 @@ def _projections(mixer: Mixer) -> list[tuple[str, int]]:
         case Attention():
             queries = mixer.queries * (1 + mixer.output_gate)
             qkv = [("q", queries), ("k", mixer.keys), ("v", mixer.keys)]
-            return qkv if mixer.projects_values else qkv[:2]
+            qkv = qkv if mixer.projects_values else qkv[:2]
+            return [*qkv, ("gate", mixer.heads)] if mixer.head_gate else qkv
         case DeltaNet():
             rates = [(_DENSE, mixer.value_heads)] * 2
             return [*_joint(mixer), ("gate", mixer.values), *rates]

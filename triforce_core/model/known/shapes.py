@@ -330,8 +330,10 @@ def _of_config(raw: Mapping[str, Any]) -> Shape:
 
 def _in_gguf(config: ModelConfig) -> ModelConfig:
     """Return a model as its GGUF files have it, with the heads of recurrent layers in another
-    order.
+    order, except those of Qwen3-Next.
     """
+    if config.family == "qwen3_next":
+        return config
 
     def stored(spec: LayerSpec) -> LayerSpec:
         if not isinstance(spec.mixer, DeltaNet):

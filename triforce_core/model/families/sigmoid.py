@@ -1,0 +1,117 @@
+"""Families of mixtures of experts that score experts by sigmoids, as DeepSeek-V3 did first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triforce_core.model.families.family import Family, Layers, layer
+from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.sparse import experts_of, renamed, where
+from triforce_core.model.families.windows import FULL, SLIDING, windows
+from triforce_core.model.feed_forward import Router, Scores
+from triforce_offload.errors import CheckpointError
+
+
+def _glm4_moe(fields: Fields, count: int) -> Layers:
+    first = fields.whole("first_k_dense_replace", 1, least=0)
+    router = Router(
+        Scores.SIGMOID,
+        fields.flag("norm_topk_prob", True),
+        biased=True,
+        scale=fields.real("routed_scaling_factor", 1.0),
+        groups=fields.whole("n_group", 1),
+        chosen_groups=fields.whole("topk_group", 1),
+    )
+    shared = fields.whole("n_shared_experts", 1) * fields.whole("moe_intermediate_size")
+    experts = experts_of(fields, "n_routed_experts", router, shared=shared)
+    bias, norm = fields.flag("attention_bias", False), fields.flag("use_qk_norm", False)
+    dense = layer(fields, qkv_bias=bias, qk_norm=norm)
+    return where(dense, experts, [index >= first for index in range(count)])
+
+
+def _minimax_m2(fields: Fields, count: int) -> Layers:
+    """Other models of MiniMax have linear attention or a shared expert, and are refused."""
+    fields.only("attn_type_list", [1] * count)
+    fields.only("shared_intermediate_size", 0)
+    fields.only("scoring_func", "sigmoid")
+    fields.only("use_routing_bias", True)
+    fields.only("use_qk_norm", True)
+    fields.only("qk_norm_type", "per_layer")
+    router = Router(Scores.SIGMOID, biased=True)
+    experts = experts_of(fields, "num_local_experts", router, width="intermediate_size")
+    return (layer(fields, mlp=experts, qk_norm=True, norm_over_heads=True),) * count
+
+
+def _laguna(fields: Fields, count: int) -> Layers:
+    """Layers with a window may have more query heads than the others. Without mlp_layer_types the
+    first layer alone is dense.
+    """
+    fields.only("gating", True, "per-head", "per_head")
+    fields.only("gating_types", ["per_head"] * count, ["per-head"] * count)
+    fields.only("attention_bias", False)
+    fields.only("norm_topk_prob", True)
+    fields.only("moe_apply_router_weight_on_input", False)
+    fields.only("moe_router_logit_softcapping", 0)
+    router = Router(
+        Scores.SIGMOID, biased=True, scale=fields.real("moe_routed_scaling_factor", 1.0)
+    )
+    shared = fields.whole("shared_expert_intermediate_size")
+    experts = experts_of(fields, "num_experts", router, shared=shared)
+    usual = [fields.whole("num_attention_heads")] * count
+    heads = fields.wholes("num_attention_heads_per_layer", count, usual)
+    kinds = fields.of_layers("mlp_layer_types", count, ["dense", *["sparse"] * (count - 1)])
+    if unknown := sorted(set(map(str, kinds)) - {"dense", "sparse"}):
+        raise CheckpointError(f"{fields.source}: mlp_layer_types names {unknown[0]!r}")
+    layers = []
+    for window, own, kind in zip(windows(fields, count), heads, kinds, strict=True):
+        spec = layer(fields, heads=own, window=window, qk_norm=True, head_gate=True)
+        layers.append(replace(spec, mlp=experts) if kind == "sparse" else spec)
+    return tuple(layers)
+
+
+# What transformers' configs take for fields that are not there.
+_GLM = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+}
+_MINIMAX_M2 = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 5e6,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+}
+_LAGUNA = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "sliding_window": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "rope_parameters": {
+        FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+SIGMOID = (
+    Family(
+        "glm4_moe",
+        "Glm4Moe",
+        _glm4_moe,
+        defaults=_GLM,
+        renamed=renamed("n_routed_experts"),
+    ),
+    Family(
+        "minimax_m2",
+        "MiniMaxM2",
+        _minimax_m2,
+        defaults=_MINIMAX_M2,
+        renamed=renamed("num_local_experts"),
+    ),
+    Family("laguna", "Laguna", _laguna, defaults=_LAGUNA, renamed=renamed("num_experts")),
+)
