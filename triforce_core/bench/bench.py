@@ -222,7 +222,7 @@ class Bench:
         return Row("retrieval", what, seconds, 1, "tokens/s", floor, name)
 
     def _drafter(self) -> Row:
-        drafter = make_drafter(self.models)
+        drafter = make_drafter(self.models, lambda call: None)
         try:
             proposer = drafter.proposer(_PARAMS, make_rule("optimal", 0, self._device))
             text = Text(torch.arange(300).remainder(self.shape.vocab).tolist())

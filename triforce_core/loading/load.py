@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -19,8 +21,10 @@ from triforce_core.loading.devices import (
 )
 from triforce_core.loading.execution import Execution, Progress
 from triforce_core.loading.layer_source import Readable
+from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Share, mlp_unit
+from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.formats import as_asked, element_type, kept
 from triforce_core.plan.machine import Room
 from triforce_core.plan.resolve import resolve
@@ -32,6 +36,7 @@ from triforce_offload.link.staging import StagedLink
 from triforce_offload.link.trace import NoTrace, Trace, TracedLink, Tracer
 from triforce_offload.memory.available import available_host_bytes
 from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import HostMemory
 from triforce_offload.plan.memory_plan import READ_AHEAD
 from triforce_offload.ranks import Alone, Ranks
 
@@ -52,21 +57,11 @@ def load(
     Raises UsageError, DoesNotFitError before any weights are read, CheckpointError or RankError.
     """
     ranks, unsplit = ranks or Alone(), frozenset[str]()
-    head = None
     if drafter is None and config.method.may_use_head:
-        drafter = head = _head(checkpoint, config, ranks)
+        drafter = _head(checkpoint, config)
     while True:
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
-        except DoesNotFitError:
-            if head is None or str(config.method.draft) == MTP:
-                raise
-            drafter = head = None
-            warnings.warn(
-                "the model does not fit together with its MTP head, so n-grams draft",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         except CannotSplitError as error:
             # Several ranks would have to start over together.
             if ranks.count > 1:
@@ -98,6 +93,8 @@ def _load(
     share = _share(checkpoint, ranks)
     if share is not None:
         checkpoint = checkpoint.shared(share)
+        if isinstance(drafter, MtpHead):
+            drafter = drafter.shared(share)
     stored = checkpoint.stored_dtype
     dtype = DTYPES[element_type(config.dtype, stored, gpu=device.type == "cuda")]
     with ExitStack() as stack:
@@ -105,52 +102,104 @@ def _load(
         link, host = open_link(machine, device)
         stack.callback(lambda: link.close())
         ranks.meet(device, own_device=own_device)
+        room, limit = _room(checkpoint, config, device, ranks, share, own_device=own_device)
         sizes = ModelSizes(
-            checkpoint.config,
-            dtype,
-            max_context,
-            config.method,
-            config.block_tokens,
-            drafter and _as_drafter(drafter.config),
-            describe(device, machine, dtype, link.copy_bytes, own_device=own_device),
+            *(checkpoint.config, dtype, max_context, config.method, config.block_tokens),
+            device=describe(device, machine, dtype, link.copy_bytes, own_device=own_device),
             sequences=config.sequences,
         )
-        room, limit = _room(checkpoint, config, device, ranks, share, own_device=own_device)
         pieces = kept(checkpoint.pieces, sizes)
-        sizes = as_asked(sizes, config, pieces, room, unsplit)
-        memory = DeviceMemory(device, limit, sizes.stored_bytes)
+
+        def asked(drafter: Readable | None) -> ModelSizes:
+            with_drafter = replace(sizes, drafter=drafter and _as_drafter(drafter.config))
+            return as_asked(with_drafter, config, pieces, room, unsplit)
+
+        memory = DeviceMemory(device, limit, asked(drafter).stored_bytes)
         stack.callback(memory.close)
-        resolved = resolve(
-            sizes,
-            config,
-            replace(room, device_bytes=memory.available_bytes),
-            pieces,
-            unsplit,
-            hardware=rates(device, dtype, link.bandwidth),
-            alone=ranks.count == 1,
-            agreed=ranks.least,
-        )
-        if resolved.memory.weights_file_bytes:
+        hardware = rates(device, dtype, link.bandwidth)
+
+        def resolved(drafter: Readable | None, agreed: Callable[[int], int]) -> Resolved:
+            available = replace(room, device_bytes=memory.available_bytes)
+            return resolve(
+                *(asked(drafter), config, available, pieces, unsplit),
+                hardware=hardware,
+                alone=ranks.count == 1,
+                agreed=agreed,
+            )
+
+        chosen, drafter = _with_drafter(resolved, drafter, config, ranks)
+        if chosen.memory.weights_file_bytes:
             # The files stay open as long as the models.
             checkpoint = checkpoint.reopened()
             stack.callback(checkpoint.close)
-        if not room.emulated or resolved.memory.weights_file_bytes:
-            reading = (READ_AHEAD, max(resolved.memory.requirements.layer_bytes))
-            link = StagedLink(link, host, reading=reading)
-        link, tracer = _traced(link) if config.trace else (link, NoTrace())
+        link, tracer = _outfitted(link, host, config, chosen, emulated=room.emulated)
         execution = Execution(
-            checkpoint, drafter, resolved, memory, host, ranks, share, progress, stack
+            checkpoint, drafter, chosen, memory, host, ranks, share, progress, stack
         )
         return execution.models(link, tracer)
 
 
-def _head(checkpoint: Readable, config: EngineConfig, ranks: Ranks) -> Readable | None:
+def _with_drafter(
+    resolved: Callable[[Readable | None, Callable[[int], int]], Resolved],
+    drafter: Readable | None,
+    config: EngineConfig,
+    ranks: Ranks,
+) -> tuple[Resolved, Readable | None]:
+    """Return the plan and the drafter. An MTP head that was not asked for is left out, with a
+    warning, if a rank has no room for its part.
+
+    resolved: returns the plan with a drafter, given what agrees on a budget
+    Raises UsageError or DoesNotFitError.
+    """
+    if isinstance(drafter, MtpHead) and str(config.method.draft) != MTP:
+        if (chosen := _if_all_fit(partial(resolved, drafter), ranks)) is not None:
+            return chosen, drafter
+        drafter = None
+        if not ranks.index:
+            warnings.warn(
+                "the model does not fit together with its MTP head, so n-grams draft",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    return resolved(drafter, ranks.least), drafter
+
+
+class _NoRoomElsewhereError(Exception):
+    """Another rank has no room for its share."""
+
+
+def _if_all_fit(
+    resolved: Callable[[Callable[[int], int]], Resolved], ranks: Ranks
+) -> Resolved | None:
+    """Return what `resolved` does, given what agrees on a budget; None on all ranks if one of them
+    has no room.
+    """
+    agrees = False
+
+    def agreed(budget: int) -> int:
+        nonlocal agrees
+        agrees, least = True, ranks.least(budget)
+        if least < 0:
+            raise _NoRoomElsewhereError
+        return least
+
+    try:
+        return resolved(agreed)
+    except _NoRoomElsewhereError:
+        return None
+    except DoesNotFitError:
+        if agrees:
+            raise
+        # The others ask for the least budget now, and learn that there is none.
+        ranks.least(-1)
+        return None
+
+
+def _head(checkpoint: Readable, config: EngineConfig) -> Readable | None:
     """Return the model's MTP head, None if it cannot draft and need not. Raises UsageError."""
     head, why = getattr(checkpoint, "mtp_head", None), None
     if head is None:
         why = "the model's files have no MTP head that is known"
-    elif ranks.count > 1:
-        why = f"an MTP head does not draft on {ranks.count} GPUs yet"
     elif config.method.fixed_tree is not None:
         why = "an MTP head drafts chains, and no trees"
     if why is None:
@@ -164,7 +213,17 @@ def _as_drafter(config: ModelConfig) -> ModelConfig:
     return config if config.layers[0].joins else config.as_drafter
 
 
-def _traced(link: Link) -> tuple[Link, Tracer]:
+def _outfitted(
+    link: Link, host: HostMemory, config: EngineConfig, chosen: Resolved, *, emulated: bool
+) -> tuple[Link, Tracer]:
+    """Return the link as runs use it: through staging buffers where copies need them, and traced if
+    the settings say so.
+    """
+    if not emulated or chosen.memory.weights_file_bytes:
+        reading = (READ_AHEAD, max(chosen.memory.requirements.layer_bytes))
+        link = StagedLink(link, host, reading=reading)
+    if not config.trace:
+        return link, NoTrace()
     trace = Trace(link)
     return TracedLink(link, trace), trace
 

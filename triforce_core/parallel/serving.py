@@ -94,6 +94,8 @@ class _Served:
                 context.levels.draft(call.tokens, call.parents)
             case calls.KeepDrafted():
                 context.levels.keep_drafted(call.rows)
+            case calls.RunHead():
+                context.levels.run_head(call.tokens, call.start)
             case calls.End():
                 context.end()
             case calls.Restore():

@@ -158,6 +158,7 @@ def test_auto_takes_an_mtp_head_where_it_fits(capsys) -> None:
     code, _, err = run(capsys, "plan", *base, *memory, "--draft", "mtp")
     assert code == 3
     assert "more device memory" in err
+    assert figures(capsys, "qwen3.8-27b", *base[1:], "--gpus", 2)["plan"]["draft"] == "mtp"
 
 
 def test_hub_ids_are_known_by_their_names(capsys) -> None:

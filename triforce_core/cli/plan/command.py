@@ -109,10 +109,10 @@ def _case(args: argparse.Namespace) -> Case:
         context = planned.context_tokens if planned else most
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
     gpus = args.gpus or (planned.gpus if planned else 1)
-    has_head = draft == AUTO and gpus == 1 and publishes_head(config)
+    has_head = draft == AUTO and publishes_head(config)
     if has_head:
         draft = MTP
-    draft_config = _draft_config(draft, config, gpus)
+    draft_config = _draft_config(draft, config)
     method = planned.method if planned else MethodSettings()
     asked = {"draft_weights": args.draft_weights, "draft_kv": args.draft_kv}
     method = replace(method, **{name: value for name, value in asked.items() if value})
@@ -153,15 +153,13 @@ def _host_compute(args: argparse.Namespace, gpus: int) -> float | str:
     return EngineConfig().changed(gpus=gpus, host_compute=args.host_compute).host_compute
 
 
-def _draft_config(draft: str | Path, config: ModelConfig, gpus: int) -> ModelConfig | None:
+def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
     """Return the shape of the draft model or of the model's MTP head, or None without one. Raises
     UsageError.
     """
     if draft in (AUTO, NGRAM, NO_DRAFTER):
         return None
     if draft == MTP:
-        if gpus > 1:
-            raise UsageError(f"--draft mtp: an MTP head does not draft on {gpus} GPUs yet")
         if not publishes_head(config):
             raise UsageError(f"--draft mtp: {config.family} models have no MTP head that is known")
         return mtp_config(config)

@@ -126,6 +126,15 @@ class KeepDrafted(ContextCall):
 
 
 @dataclass(frozen=True)
+class RunHead(ContextCall):
+    """Run the MTP head over some tokens. start: see `MtpDrafter.run`"""
+
+    computes = True
+    tokens: torch.Tensor
+    start: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
 class End(ContextCall):
     """Drop a pass that was begun but not run."""
 
@@ -179,7 +188,7 @@ class Close(ContextCall):
 
 CALLS: tuple[type[Call], ...] = (
     *(Load, Finish, Open, GoOn, Stop, RankStats, Spans, ClearTrace),
-    *(Prefill, RunPass, Keep, Refresh, Draft, KeepDrafted, End, Restore),
+    *(Prefill, RunPass, Keep, Refresh, Draft, KeepDrafted, RunHead, End, Restore),
     *(LayerKV, MarkPart, ChunkScores, Close),
 )
 

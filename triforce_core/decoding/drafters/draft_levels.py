@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -45,7 +45,7 @@ class DraftLevels:
         self._tell = tell
         self._retrieval_resources = ExitStack()
         with ExitStack() as stack:
-            self.drafter = make_drafter(models)
+            self.drafter = make_drafter(models, tell)
             stack.callback(self.close)
             if models.budget:
                 self._make_retrieval(sequence)
@@ -82,6 +82,10 @@ class DraftLevels:
         self._tell(calls.Draft(tokens, parents))
         rows = self.retrieval.follow(tokens.shape[0], parents)
         return self.model.logits(tokens, self.retrieval.length, rows)
+
+    def run_head(self, tokens: torch.Tensor, start: tuple[int, ...] | None) -> None:
+        """Run this rank's part of the MTP head. See `MtpDrafter.run`."""
+        self.drafter.run(tokens, start)
 
     @property
     def from_hidden(self) -> bool:
@@ -185,8 +189,8 @@ def retrieval_cache(models: Models, sequence: SequenceKV, scores: ChunkScores) -
     )
 
 
-def make_drafter(models: Models) -> Drafter:
-    """Return the lowest level. Raises DoesNotFitError."""
+def make_drafter(models: Models, tell: Callable[[calls.ContextCall], None]) -> Drafter:
+    """Return the lowest level. tell: sends a call to the other ranks. Raises DoesNotFitError."""
     runtime, small = models.runtime, models.small
     if not models.method.has_drafter or not models.method.drafts:
         return Nothing(runtime.memory.device)
@@ -194,7 +198,7 @@ def make_drafter(models: Models) -> Drafter:
         return NGramDrafter(runtime.memory.device)
     if small.kind == "mtp":
         kv = DenseKV(small.shape, small.capacity, runtime.memory, "drafter cache")
-        return MtpDrafter(small.model, ResidentWeights(small.store), kv, runtime.trace)
+        return MtpDrafter(small.model, ResidentWeights(small.store), kv, runtime.trace, tell)
     cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
     level = ResidentModel(
         small.model,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from triforce_core.decoding.acceptance import Rule
+from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.small_model import ModelProposer
 from triforce_core.model.transformer import Model
@@ -19,12 +21,11 @@ from triforce_offload.memory.device import put
 from triforce_offload.weights.store import ResidentWeights
 
 
-class _Pairs(NamedTuple):
-    """Pairs that run next: tokens [n], their positions, and the states [n, hidden] before them."""
+class _Next(NamedTuple):
+    """What follows a token that was run: its position [1], and its state [1, hidden]."""
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    states: torch.Tensor
+    position: torch.Tensor
+    state: torch.Tensor
 
 
 class MtpDrafter:
@@ -33,23 +34,37 @@ class MtpDrafter:
     To draft several tokens, the head is applied to its own output. It attends to the first and the
     recent pairs of the text; pairs with a state of its own are forgotten after each draft.
 
+    If ranks share the model, each has a part of the head, and a drafter that knows the same states.
+    The first rank decides which pairs run, and tells the others.
+
     vocab: number of tokens of the vocabulary
     """
 
-    def __init__(self, head: Model, weights: ResidentWeights, kv: DenseKV, trace: Tracer) -> None:
-        """kv: room for pairs: the first ones, the recent ones and a draft"""
+    def __init__(
+        self,
+        head: Model,
+        weights: ResidentWeights,
+        kv: DenseKV,
+        trace: Tracer,
+        tell: Callable[[calls.ContextCall], None],
+    ) -> None:
+        """kv: room for pairs: the first ones, the recent ones and a draft
+        tell: sends a call to the other ranks
+        """
         self.vocab = head.config.vocab
         self._head = head
         self._weights = weights
         self._kv = kv
         self._trace = trace
+        self._tell = tell
         # Positions and tokens of the pairs that the KV has, with states of the level above.
         self._places: list[int] = []
         self._ran: list[int] = []
         # States of the first tokens, and of the recent ones from position `_begin` on.
         self._firsts = self._recent = head.no_states()
         self._begin = 0
-        self._next: _Pairs | None = None
+        self._start: tuple[int, int, int] | None = None
+        self._next: _Next | None = None
 
     @property
     def device(self) -> torch.device:
@@ -119,28 +134,41 @@ class MtpDrafter:
             self._places, self._ran = [], []
             recent = range(max(1, self._begin + 1, last + 1 - min(WINDOW, room - SINKS)), last + 1)
             firsts = range(1, min(len(self._firsts) + 1, recent.start))
-        new, before = [*firsts, *recent], recent.start - 1 - self._begin
-        self._kv.end = len(self._places)
+        self._start = len(self._places), len(firsts), recent.start
+        new = [*firsts, *recent]
         self._places += new
         self._ran += [tokens[place] for place in new]
-        self._next = _Pairs(
-            put([tokens[place] for place in new], self.device),
-            put(new, self.device),
-            torch.cat((self._firsts[: len(firsts)], self._recent[before : last - self._begin])),
-        )
-        return self._next.tokens
+        return put([tokens[place] for place in new], self.device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run the pairs that `catch_up` prepared, or a drafted token [1] after them. Return the
         logits after the last, [1, vocab].
         """
-        pairs = self._next._replace(tokens=tokens)
+        start, self._start = self._start, None
+        self._tell(calls.RunHead(tokens, start))
+        return self.run(tokens, start)
+
+    def run(self, tokens: torch.Tensor, start: tuple[int, ...] | None) -> torch.Tensor:
+        """Do what `forward` does on this rank. Ranks but the first return no logits, [1, 0].
+
+        start: number of pairs in the KV before these, of pairs of the text's first tokens, and the
+            position of the first recent one; None for a drafted token after the last call's
+        """
+        if start is None:
+            positions, states = self._next
+        else:
+            self._kv.end, firsts, begin = start
+            recent = range(begin, begin + len(tokens) - firsts)
+            before = begin - 1 - self._begin
+            known = self._firsts[:firsts], self._recent[before : before + len(recent)]
+            positions = put([*range(1, firsts + 1), *recent], self.device)
+            states = torch.cat(known)
         with self._trace.compute("MTP head", tokens=tokens.shape[0]):
-            batch = ForwardBatch(pairs.tokens, pairs.positions)
-            hidden = self._head.forward(batch, self._weights, self._kv, states=pairs.states)
+            batch = ForwardBatch(tokens, positions)
+            hidden = self._head.forward(batch, self._weights, self._kv, states=states)
             self._kv.keep(range(tokens.shape[0]))
             state = self._head.normed(hidden[-1:])
-            self._next = _Pairs(tokens[-1:], pairs.positions[-1:] + 1, state)
+            self._next = _Next(positions[-1:] + 1, state)
             return self._head.scores(state)
 
     def have_drawn(self, tokens: torch.Tensor) -> None:

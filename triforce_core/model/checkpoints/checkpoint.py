@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_config import gguf_config
-from triforce_core.model.checkpoints.mtp import MtpHead, head_names, head_pieces
+from triforce_core.model.checkpoints.mtp import MtpHead, head_names, head_pieces, mtp_config
 from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_names
 from triforce_core.model.checkpoints.pieces import Piece, block_type, stored_shapes
 from triforce_core.model.config import ModelConfig
@@ -155,7 +155,8 @@ class Checkpoint:
         names = head_names(held, len(self.config.layers))
         if names is None:
             return None
-        head = MtpHead(self, head_pieces(self._names, storing[0], names))
+        pieces = head_pieces(self._names, storing[0], names)
+        head = MtpHead(self, mtp_config(self.config), pieces)
         complete = all(
             name in held and _filled(self._source.shape(name)) == _filled(shape)
             for name, shape in head.stored_shapes()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
+from triforce_core.model.sharing.share import Share
 
 if TYPE_CHECKING:
     from triforce_kernels.weights.linear import Weight
@@ -111,11 +112,27 @@ class Whole(Protocol):
 class MtpHead:
     """The MTP head of a checkpoint, as a checkpoint of its own. See `Readable`."""
 
-    def __init__(self, whole: Whole, pieces: Callable[[str], list[Piece]]) -> None:
-        """pieces: see `head_pieces`"""
-        self.config = mtp_config(whole.config)
+    def __init__(
+        self, whole: Whole, config: ModelConfig, pieces: Callable[[str], list[Piece]]
+    ) -> None:
+        """config: see `mtp_config`. pieces: see `head_pieces`"""
+        self.config = config
         self._whole = whole
         self._pieces = pieces
+
+    def shared(self, share: Share) -> MtpHead:
+        """Return a rank's share of the head, which is divided as the model's own layers are."""
+        full, spec = share.whole.kv_layers[0], self.config.layers[0]
+        divided = {*spec.mixer.shapes(self.config.hidden), *spec.mlp.shapes(self.config.hidden)}
+
+        def pieces(name: str) -> list[Piece]:
+            part, whole = name.split(".")[-1], self._pieces(name)
+            if part not in divided:
+                return whole
+            windows = share.windows(f"layers.{full}.{part}")
+            return [piece.within(own) for piece, own in zip(whole, windows, strict=True)]
+
+        return MtpHead(self._whole, mtp_config(share.config), pieces)
 
     def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors that files hold for the head, with their shapes."""

@@ -31,6 +31,8 @@ _AROUND_TEXT = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
+# Names of FP8 with 4 bits of exponent, as configs write them.
+_E4M3 = ("e4m3", "float8_e4m3fn")
 # Fields of what is not computed here, if they are set.
 _UNSUPPORTED = ("mlp_bias", "use_bias", "clip_qkv")
 
@@ -157,7 +159,7 @@ def _refuse_quantised(quantised: Any, family: Family) -> None:
     method, blocks = asked.get("quant_method"), asked.get("weight_block_size")
     if method == "mxfp4" and family.name == "gpt_oss":
         return
-    if method != "fp8" or asked.get("fmt", "e4m3") != "e4m3" or blocks != [128, 128]:
+    if method != "fp8" or asked.get("fmt", "e4m3") not in _E4M3 or blocks != [128, 128]:
         raise UnsupportedModelError(
             f"quantization_config of method {method!r} with blocks of {blocks} is not supported "
             "(only fp8, e4m3, with blocks of 128 by 128); use a bfloat16 checkpoint or "

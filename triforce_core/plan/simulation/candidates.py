@@ -261,13 +261,13 @@ def _fit(case: Case, method: MethodSettings) -> Resolved:
 
 def _drafter_seconds(case: Case) -> float:
     """Return the seconds of one token of the lowest level. N-gram lookup is counted as 0."""
-    if case.draft_config is None:
+    config = case.drafter
+    if config is None:
         return 0.0
-    config, alone = case.draft_config, replace(case.hardware, gpus=1)
-    costs = Costs(config, case.dtype, alone)
+    costs = Costs(config, case.dtype, replace(case.hardware, gpus=1))
     if config.layers[0].joins:
-        # An MTP head multiplies by the model's own output matrix.
-        ends = case.costs.matrices
+        # An MTP head multiplies by the model's own output matrix, on all GPUs.
+        costs, ends = replace(costs, hardware=case.hardware), case.costs.matrices
         own = replace(costs.matrices, head=ends.head, head_read=ends.head_read)
         costs = replace(costs, stored=own)
     return costs.resident_forward(1, WINDOW)

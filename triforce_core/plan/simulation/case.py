@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from triforce_core.model.checkpoints.mtp import mtp_config
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
 from triforce_core.model.tensors import (
@@ -85,6 +86,12 @@ class Case:
     def rank(self) -> ModelConfig:
         return self.share.config
 
+    @property
+    def drafter(self) -> ModelConfig | None:
+        """Config of what one GPU has of the draft model: all of it, or its share of an MTP head."""
+        small = self.draft_config
+        return mtp_config(self.rank) if small and small.layers[0].joins else small
+
     @cached_property
     def layouts(self) -> Layouts:
         """Layouts of one GPU's share of the weights."""
@@ -137,7 +144,7 @@ class Case:
             self.context,
             method,
             self.fixed.get("block_tokens"),
-            self.draft_config,
+            self.drafter,
             self.device or self._device,
             self.layouts,
             self.split_kv,

@@ -1,0 +1,100 @@
+"""MTP heads that ranks share: they draft what the head of one rank does, and follow the text."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import add_head, make_model, random_ids
+from oracle import assert_equal_but_for_ties, greedy
+from thread_ranks import engine
+
+from triforce_core.decoding.contexts.calls import RunHead
+from triforce_core.decoding.drafters.mtp import MtpDrafter
+from triforce_core.loading import load
+from triforce_offload.errors import DoesNotFitError
+
+PROMPT, NEW = 120, 40
+METHODS = {
+    "speculative": {"method": "speculative", "draft_tokens": 6},
+    "retrieval": {"method": "triforce", "budget": 32, "draft_tokens": 8, "inner_draft_tokens": 3},
+    "learned": {"method": "triforce"},
+}
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    """A model with a random head."""
+    path = tmp_path_factory.mktemp("headed")
+    model = make_model("qwen3_5", path)
+    add_head(path, model)
+    return path, model
+
+
+def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The logits of the first rank's head, in order."""
+    logits, forward = [], MtpDrafter.forward
+
+    def recorded(drafter: MtpDrafter, tokens: torch.Tensor) -> torch.Tensor:
+        logits.append(forward(drafter, tokens).clone())
+        return logits[-1]
+
+    monkeypatch.setattr(MtpDrafter, "forward", recorded)
+    return logits
+
+
+@pytest.mark.first
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_head_of_ranks_drafts_what_that_of_one_does(
+    headed, leaders, drafted, method: str, ranks: int
+) -> None:
+    path, model = headed
+    prompt, texts, counts = random_ids(PROMPT), [], []
+    for count in (1, ranks):
+        with engine(path, count, "kv", draft="mtp", **METHODS[method]) as ours:
+            text = ours.generate(prompt, greedy(NEW)).token_ids
+            # A text that goes on, and one that turns back.
+            longer = prompt + text + random_ids(5, 3)
+            found = [ours.generate(other, greedy(12)).token_ids for other in (longer, longer[:90])]
+            texts.append([text, *found])
+            counts.append(len(drafted))
+    assert_equal_but_for_ties(model, prompt, texts[0][0], transformers_text(model, prompt))
+    assert texts[0] == texts[1]
+    assert leaders[-1].calls.count(RunHead) == counts[1] - counts[0]
+    if method != "learned":
+        # As many drafts: their lengths do not follow from time.
+        alone, shared = drafted[: counts[0]], drafted[counts[0] :]
+        assert len(alone) == len(shared) > 20
+        for one, other in zip(alone, shared, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
+
+
+def test_where_one_rank_has_no_room_for_its_part_n_grams_draft_on_all(
+    headed, leaders, monkeypatch
+) -> None:
+    path, model = headed
+    resolve = load.resolve
+
+    def refused(sizes, *args: object, **options: object) -> object:
+        if sizes.drafter and threading.current_thread() is not threading.main_thread():
+            raise DoesNotFitError("the head", 2, 1, "planted")
+        return resolve(sizes, *args, **options)
+
+    monkeypatch.setattr(load, "resolve", refused)
+    prompt = random_ids(PROMPT)
+    with (
+        pytest.warns(RuntimeWarning, match="does not fit together with its MTP head"),
+        engine(path, 2, "kv", **METHODS["learned"]) as ours,
+    ):
+        result = ours.generate(prompt, greedy(NEW))
+    assert "ngram" in result.stats["levels"]
+    assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
