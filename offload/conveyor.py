@@ -11,7 +11,7 @@ import torch
 
 from triforce_offload.errors import LinkError
 from triforce_offload.link.link import Event, Link
-from triforce_offload.weights.locations import Location, Source
+from triforce_offload.weights.locations import Located, Source
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,16 @@ class Conveyor:
         return held.slot.buffer[: held.transfer.source.bytes.numel()]
 
     @contextmanager
-    def bring(self, key: Hashable, location: Location) -> Iterator[torch.Tensor]:
+    def bring(self, key: Hashable, location: Located) -> Iterator[torch.Tensor]:
         """Yield the bytes of a location on the device, valid inside the block. If the location has
         a source, `key` must be the next transfer.
 
         Raises LinkError.
         """
         if location.source is None:
-            yield location.read(None)
+            yield location.memory
             return
-        yield location.read(self.acquire(key))
+        yield self.acquire(key)
         self.release(key)
 
     def release(self, key: Hashable) -> None:

@@ -8,7 +8,7 @@ from triforce_offload.conveyor import Conveyor, Transfer
 from triforce_offload.kv.caches.processor import ProcessorAttention
 from triforce_offload.kv.store import KVStore
 from triforce_offload.schedule import Crossing, KVPlaces, Places, pass_schedule
-from triforce_offload.weights.locations import LayerLocation, Location
+from triforce_offload.weights.locations import LayerLocation, Located
 from triforce_offload.weights.store import WeightStore
 
 
@@ -99,7 +99,7 @@ class PassCopies:
             )
         ).crossings
 
-        def location(crossing: Crossing) -> Location:
+        def location(crossing: Crossing) -> Located:
             if crossing.block is None:
                 return weights[crossing.layer]
             return sequences[crossing.text].locations(crossing.layer)[crossing.block]

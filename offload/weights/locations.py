@@ -1,9 +1,9 @@
 """Locations: where the bytes of a block or a layer are, and how compute gets them.
 
-Compute asks a location for its bytes and cannot tell where they were. Bytes that have to cross the
-link first are the location's `source`: the schedule lists the source, the conveyor copies it to a
-slot, and the location interprets the slot. A location may send fewer bytes over the link than it
-has, or join the streamed bytes with others that are on the device already.
+Compute cannot tell where bytes were. Bytes that have to cross the link first are the location's
+`source`: the schedule lists the source, the conveyor copies it to a slot, and a layer's location
+makes views of the slot. A location may send fewer bytes over the link than it has, or join the
+streamed bytes with others that are on the device already.
 """
 
 from __future__ import annotations
@@ -27,13 +27,8 @@ class Source(NamedTuple):
     after: tuple[Event, ...] = ()
 
 
-class Location(Protocol):
-    """Where the bytes of a KV block are. Buffers are flat uint8.
-
-    dense: whether the block is kept dense although other blocks are split
-    """
-
-    dense: bool
+class Located(Protocol):
+    """Where bytes are. Buffers are flat uint8."""
 
     @property
     def source(self) -> Source | None:
@@ -45,17 +40,21 @@ class Location(Protocol):
         memory, `source` has the events after which it is valid. None if the bytes are in a file.
         """
 
+
+class Location(Located, Protocol):
+    """Where the bytes of a KV block are.
+
+    dense: whether the block is kept dense although other blocks are split
+    """
+
+    dense: bool
+
     @property
     def host(self) -> HostLocation | None:
         """The host location of the bytes, if host memory has them (alone or as well); else None."""
 
-    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        """Return the bytes where they are computed with. slot: the streamed bytes of `source`, None
-        without one
-        """
 
-
-class LayerLocation(Location, Protocol):
+class LayerLocation(Located, Protocol):
     """Where the weights of a layer are, and which tensors passes and the retrieval level read.
 
     by_processor: whether the processor computes the whole layer, where it is in host memory
@@ -63,8 +62,11 @@ class LayerLocation(Location, Protocol):
 
     by_processor: bool
 
-    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
-        """Return the layer's exact tensors. came: the result of `read`"""
+    def views(self, layout: FlatLayout, buffer: torch.Tensor) -> Views:
+        """Return the layer's exact tensors.
+
+        buffer: the bytes of `source` on the device; `memory` if there is no source
+        """
 
     def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
         """Return the tensors on the device that the retrieval level computes with.
@@ -82,11 +84,8 @@ class DeviceLocation:
     def __init__(self, buffer: torch.Tensor) -> None:
         self.memory = buffer
 
-    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        return self.memory
-
-    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
-        return layout.views(came)
+    def views(self, layout: FlatLayout, buffer: torch.Tensor) -> Views:
+        return layout.views(buffer)
 
     def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
         return layout.high(self.memory) if high else layout.views(self.memory)
@@ -106,11 +105,8 @@ class HostLocation:
     def host(self) -> HostLocation:
         return self
 
-    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        return slot
-
-    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
-        return layout.views(came)
+    def views(self, layout: FlatLayout, buffer: torch.Tensor) -> Views:
+        return layout.views(buffer)
 
 
 class ProcessorLocation:
@@ -118,19 +114,16 @@ class ProcessorLocation:
     its experts alone.
     """
 
-    dense, source = False, None
+    source = None
 
-    def __init__(self, streamed: HostLocation | SplitLocation) -> None:
+    def __init__(self, streamed: HostLocation | PartlyResidentLocation) -> None:
         """streamed: the location for prefills, for which the same bytes cross the link"""
         self._streamed = streamed
         self.memory = streamed.source.bytes
-        self.by_processor = streamed.memory is self.memory
+        self.by_processor = isinstance(streamed, HostLocation)
 
-    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        return self.memory
-
-    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
-        return self._streamed.views(layout, came)
+    def views(self, layout: FlatLayout, buffer: torch.Tensor) -> Views:
+        return self._streamed.views(layout, buffer)
 
 
 class DenseLocation(HostLocation):
@@ -141,7 +134,7 @@ class DenseLocation(HostLocation):
     dense = True
 
 
-class SplitLocation:
+class PartlyResidentLocation:
     """A layer in two parts: the first stays on the device, the last crosses the link. The last part
     has the low bits of split tensors, or the layer's experts.
     """
@@ -153,12 +146,8 @@ class SplitLocation:
         self.memory = resident
         self.source = Source(last)
 
-    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        """Return the streamed bytes; the other bytes are in `memory`."""
-        return slot
-
-    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
-        return layout.joined(self.memory, came)
+    def views(self, layout: FlatLayout, buffer: torch.Tensor) -> Views:
+        return layout.joined(self.memory, buffer)
 
     def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
         return layout.high(self.memory)
@@ -172,11 +161,8 @@ class FileLocation:
     def __init__(self, content: OnDemand) -> None:
         self.source = Source(content)
 
-    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        return slot
-
-    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
-        return layout.views(came)
+    def views(self, layout: FlatLayout, buffer: torch.Tensor) -> Views:
+        return layout.views(buffer)
 
 
 class MirroredLocation:
@@ -187,6 +173,3 @@ class MirroredLocation:
     def __init__(self, host: HostLocation, copy: torch.Tensor) -> None:
         self.host = host
         self.memory = copy
-
-    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        return self.memory

@@ -22,8 +22,8 @@ from triforce_offload.weights.locations import (
     FileLocation,
     HostLocation,
     LayerLocation,
+    PartlyResidentLocation,
     ProcessorLocation,
-    SplitLocation,
 )
 
 # Number of layers that are read and dequantised at the same time.
@@ -120,7 +120,7 @@ class WeightStore:
                     self.locations.append(FileLocation(_FilledLayer(layer, layout, fill)))
                     views.append(None)
                 case _:  # a part on the device, and a part in host memory
-                    self.locations.append(SplitLocation(device, host_part))
+                    self.locations.append(PartlyResidentLocation(device, host_part))
                     views.append(layout.joined(device, host_part))
         return views
 
