@@ -64,7 +64,7 @@ class SequenceKV:
         self._reclaimed_blocks = plan.kv.reclaimed
         self._reclaim_due = self._reclaimed_blocks > 0
         self._counters = PassCounters()
-        self._workspace = memory.reserve(self._needs.pass_bytes, "workspace")
+        self._workspace = memory.reserve(self._needs.pass_workspace_bytes, "workspace")
 
     @property
     def length(self) -> int:
@@ -159,7 +159,7 @@ class SequenceKV:
             cache.keep(range(rows))
         finally:
             cache.close()
-        self._set_workspace(self._needs.pass_bytes)
+        self._set_workspace(self._needs.pass_workspace_bytes)
 
     def restore(self, tokens: int, layer_kv: Callable[[int], torch.Tensor]) -> None:
         """Fill an empty sequence with KV that was saved elsewhere. Windows and states are restored
@@ -180,7 +180,7 @@ class SequenceKV:
             gathered.copy_(layer_kv(layer))
             kv.fill(layer, gathered, tokens, last=True)
         kv.commit_fill(tokens)
-        self._set_workspace(self._needs.pass_bytes)
+        self._set_workspace(self._needs.pass_workspace_bytes)
 
     def reachable(self, tokens: int) -> int:
         """Return the greatest length up to `tokens` to which `roll_back` can go."""
@@ -203,7 +203,7 @@ class SequenceKV:
         self.kv.roll_back(tokens)
         if self._scores:
             self._scores.roll_back(tokens)
-        self._set_workspace(self._needs.pass_bytes)
+        self._set_workspace(self._needs.pass_workspace_bytes)
 
     def close(self) -> None:
         """Free all memory."""
@@ -224,7 +224,7 @@ class SequenceKV:
             # the next one would not fit in the rest.
             self._memory.trim()
         self._reclaim_due = self._reclaimed_blocks > 0
-        self._set_workspace(self._needs.reading_bytes)
+        self._set_workspace(self._needs.prefill_workspace_bytes)
 
     def _set_workspace(self, size: int) -> None:
         """Count `size` bytes for temporaries from now on."""

@@ -61,23 +61,23 @@ class LayerPlan:
         return self.nbytes - away if away else 0
 
     @property
-    def prefill_bytes(self) -> int:
+    def prefill_link_bytes(self) -> int:
         """Bytes that cross the link in a prefill."""
         return self.nbytes - self.device_bytes
 
     @property
     def link_bytes(self) -> int:
         """Bytes that cross the link in each pass."""
-        return 0 if self.where is Where.PROCESSOR else self.prefill_bytes
+        return 0 if self.where is Where.PROCESSOR else self.prefill_link_bytes
 
     @property
     def processor_bytes(self) -> int:
         """Bytes that the processor computes with in each pass, of experts all that there are."""
-        return self.prefill_bytes if self.where is Where.PROCESSOR else 0
+        return self.prefill_link_bytes if self.where is Where.PROCESSOR else 0
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self.where is Where.FILE else self.prefill_bytes
+        return 0 if self.where is Where.FILE else self.prefill_link_bytes
 
     @property
     def file_bytes(self) -> int:
@@ -202,9 +202,9 @@ class MemoryPlan:
         return sum(layer.link_bytes for layer in self.layers)
 
     @cached_property
-    def weights_prefill_bytes(self) -> int:
+    def weights_prefill_link_bytes(self) -> int:
         """Bytes of weights that cross the link in a prefill."""
-        return sum(layer.prefill_bytes for layer in self.layers)
+        return sum(layer.prefill_link_bytes for layer in self.layers)
 
     @cached_property
     def processor_bytes(self) -> int:
@@ -229,14 +229,14 @@ class MemoryPlan:
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of a weight slot, which has room for any streamed layer."""
-        return max(layer.prefill_bytes for layer in self.layers)
+        return max(layer.prefill_link_bytes for layer in self.layers)
 
     @property
     def layer_counts(self) -> dict[str, int]:
         """How many layers there are, and how many are kept in each way."""
         return {
             "layers": len(self.layers),
-            "resident_weight_layers": sum(not layer.prefill_bytes for layer in self.layers),
+            "resident_weight_layers": sum(not layer.prefill_link_bytes for layer in self.layers),
             "int4_layers": sum(layer.copy_bytes > 0 for layer in self.layers),
             "file_layers": sum(layer.where is Where.FILE for layer in self.layers),
             "split_layers": sum(layer.where is Where.SPLIT for layer in self.layers),
@@ -257,7 +257,7 @@ class MemoryPlan:
         needs, placement, kv = self.requirements, self.placement, self.kv
         ends = needs.head_bytes + (needs.embedding_bytes if placement.embedding_resident else 0)
         copies = sum(layer.copy_bytes for layer in self.layers)
-        passes = needs.sequences * needs.pass_bytes
+        passes = needs.sequences * needs.pass_workspace_bytes
         return {
             "weights": sum(layer.device_bytes for layer in self.layers) + ends,
             "kv": kv.device_bytes + needs.tail_bytes,

@@ -73,7 +73,11 @@ def _blocks(needs: Requirements, spare: int) -> tuple[int, int]:
     # Only one of several sequences is prefilled at any time.
     workspace = 0
     if needs.sequences == 1:
-        workspace = spare - resident * block + max(0, needs.reading_bytes - needs.pass_bytes)
+        workspace = (
+            spare
+            - resident * block
+            + max(0, needs.prefill_workspace_bytes - needs.pass_workspace_bytes)
+        )
     return resident, min(workspace // block, needs.kv_blocks - resident)
 
 

@@ -22,8 +22,8 @@ class Requirements:
     head_bytes: size of final norm and output matrix, which are always on the device
     embedding_bytes: size of the input embedding if it is a matrix of its own, 0 if it is tied to
         the head
-    reading_bytes: temporaries of a prefill that fills the context
-    pass_bytes: temporaries of a pass, of drafting and of sampling
+    prefill_workspace_bytes: temporaries of a prefill that fills the context
+    pass_workspace_bytes: temporaries of a pass, of drafting and of sampling
     drafting_bytes: everything used for drafting, such as a retrieval cache; always on the device
     int4_bytes: size of each layer's int4 draft copy; empty if there are none
     int4_all: whether resident layers have a copy too
@@ -40,8 +40,8 @@ class Requirements:
     layer_bytes: tuple[int, ...]
     head_bytes: int
     embedding_bytes: int
-    reading_bytes: int
-    pass_bytes: int
+    prefill_workspace_bytes: int
+    pass_workspace_bytes: int
     kv: KVShape
     context_tokens: int
     max_pass_tokens: int
@@ -86,8 +86,8 @@ class Requirements:
     @property
     def temporary_bytes(self) -> int:
         """Temporaries of passes, or of the prefill of one sequence while the others wait."""
-        others = (self.sequences - 1) * self.pass_bytes
-        return others + max(self.reading_bytes, self.pass_bytes)
+        others = (self.sequences - 1) * self.pass_workspace_bytes
+        return others + max(self.prefill_workspace_bytes, self.pass_workspace_bytes)
 
     @property
     def tail_bytes(self) -> int:

@@ -59,8 +59,8 @@ def test_the_text_is_the_model_s_and_experts_alone_cross(tiny, family: str, plac
         if layer.where is Where.DEVICE:
             continue
         apart = layout.expert_bytes if index in plan.placement.expert_layers else 0
-        assert layer.prefill_bytes == (apart or layout.nbytes)
-        assert layer.link_bytes + layer.processor_bytes == layer.prefill_bytes
+        assert layer.prefill_link_bytes == (apart or layout.nbytes)
+        assert layer.link_bytes + layer.processor_bytes == layer.prefill_link_bytes
         assert layer.device_bytes + layer.host_bytes == layout.nbytes
     assert result.stats["memory"]["weights_bytes"] > 0
 

@@ -48,7 +48,7 @@ def test_the_slices_that_a_prompt_decodes_on_a_gpu_are_counted() -> None:
     kernels = replace(wanted, device=Device(gpu=True, kernels=True))
     more = SPLIT_AT_ONCE_ON_GPU * SPLIT_BYTES_ON_GPU - DECODED_AT_ONCE * SPLIT_BYTES
     here, there = wanted.requirements(0), kernels.requirements(0)
-    assert there.reading_bytes - here.reading_bytes == more > 0
-    assert there.pass_bytes == here.pass_bytes
+    assert there.prefill_workspace_bytes - here.prefill_workspace_bytes == more > 0
+    assert there.pass_workspace_bytes == here.pass_workspace_bytes
     here, there = (replace(each, method=longest).requirements(0) for each in (wanted, kernels))
-    assert there.pass_bytes - here.pass_bytes == more, "65 rows"
+    assert there.pass_workspace_bytes - here.pass_workspace_bytes == more, "65 rows"

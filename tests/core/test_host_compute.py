@@ -186,7 +186,7 @@ def test_a_share_of_what_streams_is_computed(tiny) -> None:
         with Engine.from_pretrained(path, **options, host_compute=share) as engine:
             plan = engine.memory_plan
             assert engine.generate(random_ids(75), GREEDY).token_ids == expected
-        assert plan.weights_prefill_bytes > 0
+        assert plan.weights_prefill_link_bytes > 0
         counts[share] = plan.layer_counts["processor_layers"], len(for_processor(plan))
     # On a CPU the device is the processor: nothing is gained unasked.
     assert counts["auto"] == counts["off"]
@@ -261,7 +261,7 @@ def test_what_cannot_be_is_refused() -> None:
 def test_a_layer_of_the_processor_crosses_in_prefills_only() -> None:
     layer = LayerPlan(Where.PROCESSOR, 100)
     assert (layer.device_bytes, layer.host_bytes, layer.processor_bytes) == (0, 100, 100)
-    assert (layer.prefill_bytes, layer.link_bytes, layer.file_bytes) == (100, 0, 0)
+    assert (layer.prefill_link_bytes, layer.link_bytes, layer.file_bytes) == (100, 0, 0)
     assert not layer.can_draft
     assert replace(layer, copy_bytes=30).can_draft
 

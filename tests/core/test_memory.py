@@ -211,7 +211,11 @@ def test_accounted_bytes_cover_what_rounding_takes(tmp_path, two_threads) -> Non
             tmp_path, device="cpu", max_context=1520, block_tokens=128, **placed("kv", options)
         ) as engine:
             demand = engine.runtime.plan.requirements
-            assert demand.pass_bytes >= rounding_bytes(demand.kv, 1504) > demand.reading_bytes
+            assert (
+                demand.pass_workspace_bytes
+                >= rounding_bytes(demand.kv, 1504)
+                > demand.prefill_workspace_bytes
+            )
             stats.update(engine.generate(random_ids(1500), SamplingParams(20)).stats)
 
     peak = allocated_peak(run, (tmp_path / "model.safetensors").stat().st_size)

@@ -68,7 +68,7 @@ def test_the_processor_computes_what_would_cross_a_slow_link(tiny, monkeypatch, 
     for share in ("auto", "off"):
         with Engine.from_pretrained(path, **options, host_compute=share) as engine:
             assert engine.generate(prompt, GREEDY).token_ids == expected
-            assert engine.memory_plan.weights_prefill_bytes > 0
+            assert engine.memory_plan.weights_prefill_link_bytes > 0
             counts[share] = engine.memory_plan.layer_counts["processor_layers"]
     assert (counts["auto"] > 0) == (rates is not None and rates.bytes_per_second > 2e6)
     assert counts["off"] == 0

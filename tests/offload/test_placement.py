@@ -56,8 +56,8 @@ def llama2_7b(context: int = 131072) -> Requirements:
         layer_bytes=(405_000_000,) * 32,
         head_bytes=262_000_000,
         embedding_bytes=262_000_000,
-        reading_bytes=3 * GIB,
-        pass_bytes=GIB // 2,
+        prefill_workspace_bytes=3 * GIB,
+        pass_workspace_bytes=GIB // 2,
         kv=KVShape(32, 32, 128, 512, torch.float16),
         context_tokens=context,
         max_pass_tokens=1,
@@ -99,7 +99,8 @@ def test_a_placement_fits_and_leaves_no_room_unused(
         assert MemoryPlan(demand, unclaimed).device_bytes + kv.block_bytes > limit
     if placement.resident_kv_blocks + lent < demand.kv_blocks:
         assert (
-            MemoryPlan(replace(demand, reading_bytes=0), placement).device_bytes + kv.block_bytes
+            MemoryPlan(replace(demand, prefill_workspace_bytes=0), placement).device_bytes
+            + kv.block_bytes
             > limit
         )
     if placement.streamed_layers and placement.resident_kv_blocks:

@@ -27,7 +27,7 @@ from triforce_core.decoding.decoder import Ask, advance
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.drafters.draft_levels import make_drafter
 from triforce_core.decoding.drafters.resident import USES_BEFORE
-from triforce_core.decoding.retrieval_level import RetrievalModel
+from triforce_core.decoding.retrieval_level import RetrievalVerifier
 from triforce_core.loading.load import load
 from triforce_core.model.checkpoints.random_checkpoint import RandomCheckpoint
 from triforce_core.model.config import ModelConfig
@@ -194,7 +194,7 @@ class Bench:
         )
 
     def _retrieval(self, context: Context) -> Row:
-        level, cache = RetrievalModel(context, _PARAMS), context.levels.retrieval
+        level, cache = RetrievalVerifier(context, _PARAMS), context.levels.retrieval
         context.end()
         cache.refresh(1)
         batch = self._tokens(1)

@@ -10,9 +10,9 @@ from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.decoder import Decoder
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
-from triforce_core.decoding.hierarchy import Hierarchy
 from triforce_core.decoding.levels import Tallies
-from triforce_core.decoding.retrieval_level import RetrievalLevel, RetrievalModel
+from triforce_core.decoding.retrieval_level import RetrievalLevel, RetrievalVerifier
+from triforce_core.decoding.speculative import Speculative
 from triforce_core.decoding.trees.growth import Growth, of_retrieval_level
 from triforce_core.decoding.trees.retrieval_tree import TreeCosts
 from triforce_core.params import SamplingParams
@@ -57,7 +57,7 @@ class Drafting:
             return Autoregressive(context, params, rule)
         proposer = context.levels.drafter.proposer(params, rule)
         if context.levels.retrieval:
-            verifier = RetrievalModel(context, params)
+            verifier = RetrievalVerifier(context, params)
             proposer = RetrievalLevel(
                 proposer,
                 verifier,
@@ -71,7 +71,7 @@ class Drafting:
             )
         # Penalties and grammars require that each row follows the one before, which excludes trees.
         branches = not params.changes_logits
-        return Hierarchy(
+        return Speculative(
             context,
             params,
             rule,

@@ -25,7 +25,7 @@ from triforce_offload.memory.device import put
 _MOST_LOGIT = 1e30
 
 
-class RetrievalModel:
+class RetrievalVerifier:
     """The retrieval level as a verifier: the target's weights, or copies of them, over the
     retrieval cache.
 

@@ -25,7 +25,7 @@ from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Share, mlp_unit
 from triforce_core.plan.fitting import Resolved
-from triforce_core.plan.formats import as_asked, element_type, kept
+from triforce_core.plan.formats import element_type, storable_pieces, with_asked_formats
 from triforce_core.plan.machine import Room
 from triforce_core.plan.resolve import resolve
 from triforce_core.plan.sizes import ModelSizes
@@ -108,11 +108,11 @@ def _load(
             device=describe(device, machine, dtype, link.copy_bytes, own_device=own_device),
             sequences=config.sequences,
         )
-        pieces = kept(checkpoint.pieces, sizes)
+        pieces = storable_pieces(checkpoint.pieces, sizes)
 
         def asked(drafter: Readable | None) -> ModelSizes:
             with_drafter = replace(sizes, drafter=drafter and _as_drafter(drafter.config))
-            return as_asked(with_drafter, config, pieces, room, unsplit)
+            return with_asked_formats(with_drafter, config, pieces, room, unsplit)
 
         memory = DeviceMemory(device, limit, asked(drafter).stored_bytes)
         stack.callback(memory.close)

@@ -85,11 +85,11 @@ def fit(
     return _in_one_block(sizes, available_bytes) or found
 
 
-class HostShares(NamedTuple):
+class ProcessorShares(NamedTuple):
     """What the processor computes in passes: shares of the layers that it may compute, and of the
     KV blocks that would cross the link.
 
-    streamed: how many layers stream at least, so that KV has their place on the device
+    streamed: number of layers that stream at least, so that KV has more room on the device
     """
 
     layers: float
@@ -97,7 +97,7 @@ class HostShares(NamedTuple):
     streamed: int = 0
 
     @classmethod
-    def asked(cls, share: float, layouts: Layouts) -> HostShares:
+    def asked(cls, share: float, layouts: Layouts) -> ProcessorShares:
         """Return the shares for a setting. layouts: of the weights
 
         Raises UsageError if the processor has no kernels for them.
@@ -109,17 +109,17 @@ class HostShares(NamedTuple):
         return cls(share, share)
 
     @classmethod
-    def of(cls, memory: MemoryPlan) -> HostShares:
+    def of(cls, memory: MemoryPlan) -> ProcessorShares:
         """Return the shares of a plan."""
         placement, may = memory.placement, len(for_processor(memory))
         layers, streamed = len(placement.processor_layers), len(placement.streamed_layers)
         return cls(layers / may if may else 0.0, placement.processor_kv, streamed if layers else 0)
 
-    def with_room(self, memory: MemoryPlan) -> MemoryPlan:
-        """Return the plan with as many streamed layers."""
+    def with_streamed_layers(self, memory: MemoryPlan) -> MemoryPlan:
+        """Return the plan with at least `streamed` streamed layers."""
         return with_kv_instead(memory, max(0, self.streamed - len(memory.streamed_layers)))
 
-    def applied(self, memory: MemoryPlan) -> MemoryPlan:
+    def placed_on_processor(self, memory: MemoryPlan) -> MemoryPlan:
         """Return the plan with these shares."""
         count = round(self.layers * len(for_processor(memory)))
         kv = self.kv if memory.kv.away else 0.0

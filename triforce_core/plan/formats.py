@@ -34,11 +34,11 @@ def element_type(asked: str, stored: str | None, *, gpu: bool) -> str:
     return stored if stored in DTYPES else "float32"
 
 
-def as_asked(
+def with_asked_formats(
     sizes: ModelSizes,
     config: EngineConfig,
     pieces: Pieces,
-    emulated: Room,
+    room: Room,
     unsplit: Collection[str] = (),
 ) -> ModelSizes:
     """Return the sizes with weights and KV in the formats that the config asks for, and whether
@@ -48,8 +48,8 @@ def as_asked(
 
     sizes: sizes with dense weights
     pieces: pieces of quantised matrices
-    emulated: memory of the emulated device, where "auto" weights without a kernel are dense unless
-        they stream
+    room: memory that may be taken; "auto" weights without a kernel are dense unless they would
+        stream
     unsplit: matrices that have too many exceptions to be split
 
     Raises UsageError.
@@ -60,11 +60,11 @@ def as_asked(
         raise UsageError(
             f"only bfloat16 can be split, and KV is in {name} here: use --dtype bfloat16"
         )
-    layouts = _weights(sizes, config, pieces, emulated, unsplit)
+    layouts = _weights(sizes, config, pieces, room, unsplit)
     return replace(sizes, layouts=layouts, kv_split=config.kv == SPLIT)
 
 
-def kept(pieces: Pieces, sizes: ModelSizes) -> Pieces:
+def storable_pieces(pieces: Pieces, sizes: ModelSizes) -> Pieces:
     """Return the pieces that may be kept as stored: numbers of 16 bits only if the model computes
     in float32 and a kernel multiplies by them.
     """
@@ -81,7 +81,7 @@ def _weights(
     sizes: ModelSizes,
     config: EngineConfig,
     pieces: Pieces,
-    emulated: Room,
+    room: Room,
     unsplit: Collection[str],
 ) -> Layouts:
     if config.weights == DENSE:
@@ -98,7 +98,7 @@ def _weights(
         usable = stored.decoded_numbers and not unknown
         device = sizes.device
         wanted = device.gpu or all(map(device.has_kernel, stored.block_types))
-        wanted = wanted or _layers_stream(sizes, config, emulated)
+        wanted = wanted or _layers_stream(sizes, config, room)
         return stored if usable and wanted else sizes.weights
     if not stored.decoded_numbers:
         raise UsageError("weights are kept as stored where they are quantised, and these are not")
@@ -107,16 +107,16 @@ def _weights(
     return stored
 
 
-def _layers_stream(sizes: ModelSizes, config: EngineConfig, emulated: Room) -> bool:
-    """Whether some layers would stream on the emulated device, which itself takes host memory."""
+def _layers_stream(sizes: ModelSizes, config: EngineConfig, room: Room) -> bool:
+    """Whether some layers would stream. An emulated device takes host memory itself."""
     if config.placement is not None:
         return bool(config.placement.streamed_layers)
     try:
-        plan = place(sizes.requirements(0), emulated.device_bytes)
+        plan = place(sizes.requirements(0), room.device_bytes)
     except DoesNotFitError:
         return True
     needed = plan.device_bytes + plan.host_bytes
-    return plan.weights_link_bytes > 0 or needed > (emulated.host_bytes or 0)
+    return plan.weights_link_bytes > 0 or needed > (room.host_bytes or 0)
 
 
 def with_split_unasked(

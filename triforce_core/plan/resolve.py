@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan import by_time
-from triforce_core.plan.fitting import HostShares, Resolved, fit, with_what_fits
+from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, with_what_fits
 from triforce_core.plan.formats import with_split_unasked
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
@@ -29,7 +29,7 @@ def resolve(
 ) -> Resolved:
     """Choose what the settings leave open, within the available memory.
 
-    sizes: sizes in the formats that the settings ask for (`formats.as_asked`)
+    sizes: sizes in the formats that the settings ask for (`formats.with_asked_formats`)
     pieces: of quantised matrices. unsplit: matrices that cannot be split
     hardware: rates of the device; None if they are not known: a rule by bytes decides then
     alone: whether one rank has the whole model
@@ -56,7 +56,7 @@ def _by_time(
         best = by_time.fastest(sizes, config, room, pieces, hardware)
     except DoesNotFitError:
         return None
-    shares = HostShares.of(best.memory)
+    shares = ProcessorShares.of(best.memory)
     chosen = by_time.with_choice(sizes, best, unsplit)
     if not best.plan.budget:
         budgets: Iterable[int] = (0,)
@@ -103,7 +103,7 @@ def placed(
     config: EngineConfig,
     room: Room,
     most_budget: int | None = None,
-    shares: HostShares | None = None,
+    shares: ProcessorShares | None = None,
 ) -> Resolved:
     """Place a model within the room.
 
@@ -114,12 +114,12 @@ def placed(
     fitted = fit(sizes, room.device_bytes, config.placement, most_budget)
     memory = fitted.memory
     if shares is None and config.host_compute != AUTO:
-        shares = HostShares.asked(config.host_compute, sizes.weights)
+        shares = ProcessorShares.asked(config.host_compute, sizes.weights)
     if shares is not None and not fitted.budget:
-        memory = shares.with_room(memory)
+        memory = shares.with_streamed_layers(memory)
     memory = room.with_files(memory)
     if shares is not None:
-        memory = shares.applied(memory)
+        memory = shares.placed_on_processor(memory)
     return replace(fitted, memory=memory)
 
 

@@ -34,8 +34,8 @@ from triforce_core.plan.workspace import (
     distribution_bytes,
     forward_bytes,
     graph_bytes,
-    pass_bytes,
-    reading_bytes,
+    pass_workspace_bytes,
+    prefill_workspace_bytes,
     running_bytes,
 )
 from triforce_core.settings import EXACT, INT4, OFF, SPLIT, MethodSettings
@@ -144,21 +144,21 @@ class ModelSizes:
         shape, verified = self._kv_shape(), self.max_draft_tokens(budget) + 1
         scored = method.chunk_size if budget else 0
         weights, int4 = self.weights, self.int4_layouts if budget else ()
-        read_at_once = min(PREFILL_CHUNK, self.max_context)
+        prefill_rows = min(PREFILL_CHUNK, self.max_context)
         return Requirements(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
             low_bytes=_unless_zero(layer.low_bytes for layer in weights.layers),
             expert_bytes=_unless_zero(layer.expert_bytes for layer in weights.layers),
             head_bytes=weights.head.nbytes,
             embedding_bytes=weights.embedding.nbytes if weights.embedding else 0,
-            reading_bytes=reading_bytes(
+            prefill_workspace_bytes=prefill_workspace_bytes(
                 *(config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize),
                 by_host=self._by_host(PREFILL_CHUNK),
             )
-            + self._product_bytes(read_at_once)
-            + self._divided_bytes(read_at_once)
+            + self._product_bytes(prefill_rows)
+            + self._divided_bytes(prefill_rows)
             + coding_bytes(shape),
-            pass_bytes=pass_bytes(
+            pass_workspace_bytes=pass_workspace_bytes(
                 config,
                 self.max_context,
                 verified,

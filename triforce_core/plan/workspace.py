@@ -30,7 +30,7 @@ _BYTES_PER_TOKEN_OF_VOCABULARY = 40
 _GRAPH_LIBRARY_BYTES = 64 << 20
 
 
-def prefill_bytes(
+def prompt_bytes(
     config: ModelConfig, tokens: int, chunk: int, itemsize: int, *, by_host: bool = False
 ) -> int:
     """Return the bytes of a prompt's hidden states, one layer's KV and one chunk's temporaries.
@@ -47,7 +47,7 @@ def prefill_bytes(
     # Angles and their cosines and sines, in float32.
     rope = tokens * max(sizes) * 4 * 4
     mixed = partial(
-        _prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens, by_host=by_host
+        _mixer_prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens, by_host=by_host
     )
     return whole + max(rope, _layers_bytes(config, chunk, itemsize, mixed, by_host))
 
@@ -62,7 +62,11 @@ def forward_bytes(
     by_host: whether a processor's compiled kernels compute
     """
     mixed = partial(
-        _pass_bytes, tokens=tokens, itemsize=itemsize, text_tokens=text_tokens, by_host=by_host
+        _mixer_pass_bytes,
+        tokens=tokens,
+        itemsize=itemsize,
+        text_tokens=text_tokens,
+        by_host=by_host,
     )
     return _layers_bytes(config, tokens, itemsize, mixed, by_host)
 
@@ -152,7 +156,9 @@ def _recurrent_bytes(
     return nbytes + 2 * (MOST_HELD + mixer.taps) * mixer.channels * itemsize
 
 
-def _prefill_bytes(mixer: Mixer, rows: int, itemsize: int, text_tokens: int, by_host: bool) -> int:
+def _mixer_prefill_bytes(
+    mixer: Mixer, rows: int, itemsize: int, text_tokens: int, by_host: bool
+) -> int:
     """Return the bytes of the operation of a mixer over `rows` rows of a prefill.
 
     Recurrent: the sum of the convolution, or what the gated delta rule computes at once, in
@@ -178,7 +184,9 @@ def _prefill_bytes(mixer: Mixer, rows: int, itemsize: int, text_tokens: int, by_
     return own + 2 * mixer.queries * seen * itemsize + _mask_bytes(at_once, seen, itemsize)
 
 
-def _pass_bytes(mixer: Mixer, tokens: int, itemsize: int, text_tokens: int, by_host: bool) -> int:
+def _mixer_pass_bytes(
+    mixer: Mixer, tokens: int, itemsize: int, text_tokens: int, by_host: bool
+) -> int:
     """Return the bytes of the operation of a mixer over `tokens` tokens after the prefill.
 
     Recurrent: the inputs that each row of a tree sees, or what the gated delta rule computes; rows
@@ -286,7 +294,7 @@ def graph_bytes(
     return temporaries + 2 * tokens * config.vocab * 4 + _GRAPH_LIBRARY_BYTES
 
 
-def reading_bytes(
+def prefill_workspace_bytes(
     config: ModelConfig,
     prompt_tokens: int,
     chunk: int,
@@ -302,7 +310,7 @@ def reading_bytes(
     scored_chunk: number of tokens of a chunk that is scored for retrieval, 0 without retrieval
     by_host: whether a processor's compiled kernels compute
     """
-    prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize, by_host=by_host)
+    prefill = prompt_bytes(config, prompt_tokens, chunk, itemsize, by_host=by_host)
     if not scored_chunk:
         return prefill
     scored = min(SCORED_TOKENS, chunk, prompt_tokens)
@@ -312,7 +320,7 @@ def reading_bytes(
     return prefill + _scoring_bytes(config, scored, prompt_tokens, block_tokens, scored_chunk)
 
 
-def pass_bytes(
+def pass_workspace_bytes(
     config: ModelConfig,
     context_tokens: int,
     pass_tokens: int,
@@ -327,10 +335,10 @@ def pass_bytes(
     """Return the peak bytes of temporaries after the prefill: in a pass, or while choosing chunks,
     copying chunks, or drawing tokens.
 
-    scored_chunk: see `reading_bytes`
+    scored_chunk: see `prefill_workspace_bytes`
     splits: the most parts into which the attention of a pass divides its keys
     rounding: bytes of temporaries for copying chunks in 8 bits
-    by_host: see `reading_bytes`
+    by_host: see `prefill_workspace_bytes`
     """
     forward = forward_bytes(config, pass_tokens, itemsize, context_tokens, by_host=by_host)
     forward += running_bytes(config, pass_tokens, splits)

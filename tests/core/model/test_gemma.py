@@ -19,7 +19,7 @@ from triforce_core.model.feed_forward import Activation
 from triforce_core.model.layers import NormKind, Norms
 from triforce_core.model.rope import Rope
 from triforce_core.model.transformer import Model
-from triforce_core.plan.workspace import prefill_bytes
+from triforce_core.plan.workspace import prompt_bytes
 from triforce_kernels.layer import geglu, rms_norm, rotate
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -158,5 +158,5 @@ def test_plans_count_both_pairs_of_tables(tiny) -> None:
     config = _tiny(tiny)
     one = replace(config, window_rope=config.rope)
     assert (len(config.rotations), len(one.rotations)) == (2, 1)
-    more = prefill_bytes(config, 100, 100, 4) - prefill_bytes(one, 100, 100, 4)
+    more = prompt_bytes(config, 100, 100, 4) - prompt_bytes(one, 100, 100, 4)
     assert more == 100 * 2 * config.attention.head_dim * 4

@@ -8,7 +8,7 @@ import pytest
 
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.tensors import split_layouts
-from triforce_core.plan.formats import as_asked, with_split_unasked
+from triforce_core.plan.formats import with_asked_formats, with_split_unasked
 from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import EngineConfig, MethodSettings
@@ -33,7 +33,7 @@ def chosen(available: int, wanted: ModelSizes = LLAMA, **config: object) -> tupl
 
 def asked(sizes: ModelSizes, **config: object) -> ModelSizes:
     """The sizes with what was asked for, of a model that is not quantised."""
-    return as_asked(sizes, EngineConfig(**config), lambda name: [(1, None)], Room(GIB))
+    return with_asked_formats(sizes, EngineConfig(**config), lambda name: [(1, None)], Room(GIB))
 
 
 def test_what_would_stream_is_split_on_a_gpu() -> None:

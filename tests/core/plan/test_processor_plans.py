@@ -10,7 +10,7 @@ import pytest
 from command import run
 
 from triforce_core.model.known.shapes import read_model
-from triforce_core.plan.fitting import HostShares
+from triforce_core.plan.fitting import ProcessorShares
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.processor import _LAYER_SECONDS, Processor, fastest_counts
 from triforce_core.plan.simulation.search import choose
@@ -44,7 +44,7 @@ def test_a_desktops_processor_makes_passes_faster(model: str) -> None:
     assert shared.seconds_per_token < 0.85 * alone.seconds_per_token
     assert shared.memory.device_bytes <= shared.case.room.device_bytes
     # Prefills copy all of them.
-    assert shared.memory.weights_prefill_bytes > shared.memory.weights_link_bytes
+    assert shared.memory.weights_prefill_link_bytes > shared.memory.weights_link_bytes
 
 
 def test_kv_that_streams_is_shared_with_the_processor() -> None:
@@ -179,9 +179,9 @@ def test_a_retrieval_level_has_its_layers_on_the_device(model: str, context: int
     for fixed in ({}, {"method": "triforce"}):
         chosen = choose(replace(plain, fixed=fixed))
         assert chosen.memory.can_draft or not chosen.plan.budget
-        shares = HostShares.of(chosen.memory)
-        again = place_on_processor(shares.with_room(chosen.memory), 0)
-        assert shares.applied(again).placement == chosen.memory.placement
+        shares = ProcessorShares.of(chosen.memory)
+        again = place_on_processor(shares.with_streamed_layers(chosen.memory), 0)
+        assert shares.placed_on_processor(again).placement == chosen.memory.placement
 
 
 def test_plain_decoding_is_planned_where_drafts_read_too_many_experts() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.plan.fitting import Resolved
-from triforce_core.plan.formats import as_asked
+from triforce_core.plan.formats import with_asked_formats
 from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.resolve import resolve
 from triforce_core.plan.simulation.case import Case
@@ -41,7 +41,7 @@ def resolved(
     config = EngineConfig().changed(dtype="bfloat16", **fields)
     room = Room(memory or named(card).memory_bytes - LIBRARY_BYTES, 512 * GIB)
     sizes = ModelSizes(read_shape(shape), DTYPES["bfloat16"], context, config.method, device=device)
-    sizes = as_asked(sizes, config, dense, room)
+    sizes = with_asked_formats(sizes, config, dense, room)
     return resolve(sizes, config, room, dense, hardware=hardware)
 
 

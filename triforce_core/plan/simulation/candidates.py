@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from triforce_core.model.tensors import kv_shape
-from triforce_core.plan.fitting import HostShares, Resolved, fit, without_kernels
+from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, without_kernels
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
@@ -79,7 +79,7 @@ class Candidate:
         """
         case, rank = self.case, self.case.rank
         prompt = case.context - case.new_tokens
-        hardware, matrices = case.hardware, self.memory.weights_prefill_bytes
+        hardware, matrices = case.hardware, self.memory.weights_prefill_link_bytes
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
         compute += (2 * len(rank.layers) + 1) * case.costs.all_reduce(prompt)
@@ -135,7 +135,7 @@ def _by_processor(case: Case, fitted: Resolved, draft_tokens: int) -> list[Memor
     if "processor_layers" in case.fixed:
         return [memory]
     if case.host_compute != AUTO:
-        return [HostShares.asked(case.host_compute, case.layouts).applied(memory)]
+        return [ProcessorShares.asked(case.host_compute, case.layouts).placed_on_processor(memory)]
     if case.hardware.emulated or case.hardware.gpus > 1:
         return [memory]
     rows = 1 + (draft_tokens or memory.requirements.max_draft_tokens)

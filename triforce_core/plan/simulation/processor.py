@@ -121,7 +121,7 @@ def fastest_counts(processor: Processor, memory: MemoryPlan, compute_seconds: fl
     layers = for_processor(memory)
     if not layers:
         return {0}
-    size = sum(memory.layers[layer].prefill_bytes for layer in layers) / len(layers)
+    size = sum(memory.layers[layer].prefill_link_bytes for layer in layers) / len(layers)
     rate = processor.costs.hardware.stream_bytes_per_second
 
     def seconds(count: int) -> float:

@@ -27,7 +27,7 @@ from triforce_core.params import SamplingParams
 from triforce_offload.link.waiting import come
 
 
-class Hierarchy:
+class Speculative:
     """A decoder that drafts, verifies the draft in one pass, and keeps the accepted tokens.
 
     A draft never has more tokens than the request may still generate, so a length limit cuts
