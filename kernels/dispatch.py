@@ -246,7 +246,7 @@ def _failure(device: torch.device) -> str | None:
     """
     try:
         with torch.cuda.device(device):
-            _load(KERNELS["swiglu"][True])(torch.zeros(1, 2, device=device))
+            _load(KERNELS["swiglu"].triton)(torch.zeros(1, 2, device=device))
     except Exception as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
     return None

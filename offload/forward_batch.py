@@ -230,9 +230,3 @@ class Cache(Protocol):
 
         layer: index among the recurrent layers
         """
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep a path of the last forward batch, row after row, and drop its other rows.
-
-        Raises RuntimeError, before any change, if the rows are not a path of the batch.
-        """

@@ -1,6 +1,6 @@
 """What one pass copies and computes, in order. Runtime and planner share this one schedule.
 
-The runtime turns the crossings into copies (`passes`); the planner assigns a duration to each piece
+The runtime turns the crossings into copies (`copies`); the planner assigns a duration to each piece
 and runs both on a virtual clock (`simulate`). The module uses no tensors.
 """
 

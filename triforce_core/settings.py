@@ -285,7 +285,7 @@ class EngineConfig:
         CPU all weights as stored if its compiled kernels multiply by them, or if dense ones would
         stream; bfloat16 weights split on a GPU if weights or KV would stream; dense otherwise
     kv: how KV is kept: "dense", "split" (bfloat16 in 12 bits per number, without loss), or "auto"
-        (split on a GPU if some KV would stream)
+        (split on a GPU if something would stream)
     same_bits: "on": each token has the same logits to the last bit, whatever drafts it, wherever
         weights and KV are, and whatever other sequences share its passes; "off": not; "auto": "on"
         where this costs little, which is on a CPU with compiled kernels

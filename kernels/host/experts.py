@@ -11,7 +11,7 @@ from triforce_kernels.experts.routing import Choice
 from triforce_kernels.host import structures
 from triforce_kernels.host.library import library
 from triforce_kernels.host.structures import Experts, Product
-from triforce_kernels.host.weights import computes, rounded, stored
+from triforce_kernels.host.weights import computes, rounding_format, weight_struct
 from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.linear import Weight
 from triforce_kernels.weights.tiles import Tiles
@@ -76,7 +76,7 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
     rows = x[tiles.order[there.flatten()]].float()
     counts = there.sum(1)
     out = rows.new_empty(len(tiles.order), tiles.columns)
-    whole = stored(weight)
+    whole = weight_struct(weight)
     call = Experts(
         Product(
             ctypes.addressof(whole),
@@ -86,7 +86,7 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
             tiles.columns,
             rows.shape[1],
             tiles.columns,
-            rounded(weight, x.dtype),
+            rounding_format(weight, x.dtype),
         ),
         tiles.experts.data_ptr(),
         counts.data_ptr(),

@@ -1,4 +1,6 @@
-"""What the processor's compiled kernels take: the structures of `source/host.h`."""
+"""What the processor's compiled kernels take: the structures of `source/host.h` and of
+`source/experts.c`.
+"""
 
 from __future__ import annotations
 

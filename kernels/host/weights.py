@@ -78,25 +78,25 @@ def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
 
 
 @singledispatch
-def stored(weight: torch.Tensor | StoredWeight) -> Weight:
+def weight_struct(weight: torch.Tensor | StoredWeight) -> Weight:
     """Return what the kernels take of a weight in any format but a stack. It holds addresses, so
     the weight must outlive it. Raise TypeError for other formats.
     """
     raise TypeError(f"no kernel of the processor multiplies by a {type(weight).__name__}")
 
 
-@stored.register
+@weight_struct.register
 def _dense(weight: torch.Tensor) -> Weight:
     stride = weight.stride(0) * weight.itemsize
     return Weight(DENSE[weight.dtype], weight.shape[1], stride, weight.data_ptr())
 
 
-@stored.register
+@weight_struct.register
 def _of_blocks(weight: BlockWeight) -> Weight:
     return _blocks(weight.data, weight.kind)
 
 
-@stored.register
+@weight_struct.register
 def _split(weight: SplitBF16Weight) -> Weight:
     high = weight.high
     found = Weight(FORMATS["SPLIT_BF16"], high.shape[1], high.stride(0), high.data_ptr())
@@ -107,7 +107,7 @@ def _split(weight: SplitBF16Weight) -> Weight:
     return found
 
 
-@stored.register
+@weight_struct.register
 def _high_bits(weight: HighBitsWeight) -> Weight:
     high = weight.high
     found = Weight(FORMATS["HIGH_BF16"], high.shape[1], high.stride(0), high.data_ptr())
@@ -115,7 +115,7 @@ def _high_bits(weight: HighBitsWeight) -> Weight:
     return found
 
 
-@stored.register
+@weight_struct.register
 def _int4(weight: Int4Weight) -> Weight:
     packed, scale = weight.packed, weight.scale
     found = Weight(FORMATS["INT4"], weight.shape[1], packed.stride(0), packed.data_ptr())
@@ -126,14 +126,14 @@ def _int4(weight: Int4Weight) -> Weight:
 
 
 @singledispatch
-def rounded(weight: torch.Tensor | StoredWeight, dtype: torch.dtype) -> int:
+def rounding_format(weight: torch.Tensor | StoredWeight, dtype: torch.dtype) -> int:
     """Return the format that a weight's numbers are rounded to before they multiply rows of a
     dtype. Only those of blocks are rounded, as in the references.
     """
     return DENSE[torch.float32]
 
 
-@rounded.register
+@rounding_format.register
 def _rounded_blocks(weight: BlockWeight, dtype: torch.dtype) -> int:
     return DENSE[dtype]
 
@@ -144,7 +144,7 @@ def _blocks(data: torch.Tensor, kind: BlockType) -> Weight:
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor | StoredWeight) -> torch.Tensor:
-    return _multiplied(x, stored(weight), weight.shape[0], rounded(weight, x.dtype))
+    return _multiplied(x, weight_struct(weight), weight.shape[0], rounding_format(weight, x.dtype))
 
 
 def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ class StagedLink(WrappedLink):
         if not isinstance(host, torch.Tensor):
             return self._carrier("file").carry(device, host, after)
         if self._memory.is_direct(host):
-            return super().to_device(device, host, [_asked(event) for event in after], what)
+            return super().to_device(device, host, [_issued(event) for event in after], what)
         return self._carrier("in").carry(device, host, after)
 
     def to_host(
@@ -70,19 +70,19 @@ class StagedLink(WrappedLink):
         what: Hashable = None,
     ) -> Event:
         if self._memory.is_direct(host):
-            return super().to_host(host, device, [_asked(event) for event in after], what)
+            return super().to_host(host, device, [_issued(event) for event in after], what)
         return self._carrier("out").carry(device, host, after)
 
     def wait(self, event: Event) -> None:
-        super().wait(_asked(event))
+        super().wait(_issued(event))
 
     def wait_on_host(self, event: Event) -> None:
-        super().wait_on_host(_asked(event))
+        super().wait_on_host(_issued(event))
 
     def span(self, event: Event) -> tuple[float, float]:
         if not isinstance(event, _Staged):
             return super().span(event)
-        event.asked()
+        event.issued()
         # From the start of the first part to the end of the last one.
         spans = [super(StagedLink, self).span(part) for part in event.parts]
         return spans[0][0], spans[-1][1]
@@ -120,7 +120,7 @@ class _Staged:
         self.parts: list[Event] = []
         self.error: LinkError | None = None
 
-    def asked(self) -> Event:
+    def issued(self) -> Event:
         """Block until all parts are issued, and return the event of the last one.
 
         Raises LinkError.
@@ -131,8 +131,8 @@ class _Staged:
         return self.parts[-1]
 
 
-def _asked(event: Event) -> Event:
-    return event.asked() if isinstance(event, _Staged) else event
+def _issued(event: Event) -> Event:
+    return event.issued() if isinstance(event, _Staged) else event
 
 
 class _Carrier:
@@ -183,7 +183,7 @@ class _Carrier:
         while (job := self._jobs.get()) is not None:
             device, host, after, staged = job
             try:
-                self._carry(device, host, [_asked(event) for event in after], staged.parts)
+                self._carry(device, host, [_issued(event) for event in after], staged.parts)
             except LinkError as error:
                 staged.error = self._error = error
             except BaseException as error:

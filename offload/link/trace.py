@@ -199,7 +199,9 @@ def _name(what: Hashable) -> str:
 
 
 def _describe(what: Hashable) -> dict[str, Any]:
-    """Return the parts of a transfer's key, which is (ring, layer) or (ring, layer, block)."""
+    """Return the parts of a transfer's key, which is (ring, layer) or (ring, layer, block), without
+    the sequence that may follow.
+    """
     if not isinstance(what, tuple):
         return {}
     return dict(zip(("layer", "block"), what[1:], strict=False))

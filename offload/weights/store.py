@@ -179,7 +179,7 @@ class StreamedWeights:
 
 
 class ResidentWeights:
-    """The layers for the retrieval level, which are all on the device, exact or not."""
+    """The layers of a model that drafts, all on the device, exact or not."""
 
     def __init__(
         self, store: WeightStore, int4_copies: Int4Copies | None = None, *, high: bool = False

@@ -254,16 +254,16 @@ WAITS = [
     Wait(f"{_CONVEYOR}.release", "self._link.record()", _NEVER, passes),
     Wait(f"{_CONVEYOR}.cancel", "slot.released = self._link.record()", "pass", passes),
     Wait(f"{_CONVEYOR}._issue", "after = (slot.released, *source.after)", "after = ()", passes),
-    Wait(f"{_STAGED}.to_device", "_asked(event) for", "event for", staged),
-    Wait(f"{_STAGED}.to_host", "_asked(event) for", "event for", staged),
-    Wait(f"{_STAGED}.wait", "_asked(event)", "event", staged),
-    Wait(f"{_STAGED}.wait_on_host", "_asked(event)", "event", staged),
+    Wait(f"{_STAGED}.to_device", "_issued(event) for", "event for", staged),
+    Wait(f"{_STAGED}.to_host", "_issued(event) for", "event for", staged),
+    Wait(f"{_STAGED}.wait", "_issued(event)", "event", staged),
+    Wait(f"{_STAGED}.wait_on_host", "_issued(event)", "event", staged),
     Wait(f"{_STAGED}.synchronize", "self._link.synchronize()", "pass", staged),
     Wait(f"{_STAGED}.close", "self._link.synchronize()", "pass", staged),
-    Wait(f"{_STAGED}.span", "event.asked()", "pass", on_demand),
-    Wait("triforce_offload.link.staging:_Staged.asked", "self.done.wait()", "pass", on_demand),
+    Wait(f"{_STAGED}.span", "event.issued()", "pass", on_demand),
+    Wait("triforce_offload.link.staging:_Staged.issued", "self.done.wait()", "pass", on_demand),
     Wait(f"{_CARRIER}.finish", "self._last.done.wait()", "pass", on_demand),
-    Wait(f"{_CARRIER}._run", "_asked(event) for", "event for", staged),
+    Wait(f"{_CARRIER}._run", "_issued(event) for", "event for", staged),
     Wait(f"{_CARRIER}._carry", "self._link.wait_on_host(self._copied[place])", "pass", staged),
     Wait(f"{_CARRIER}._land", "self._link.wait_on_host(event)", "pass", staged),
     Wait(
@@ -315,7 +315,7 @@ def test_a_function_that_is_compiled_again_with_its_wait_passes(
 
 
 def test_every_wait_of_these_modules_is_one_of_them() -> None:
-    calls = re.compile(r"\.(wait|wait_event|wait_on_host|synchronize|asked)\(|_asked\(")
+    calls = re.compile(r"\.(wait|wait_event|wait_on_host|synchronize|issued)\(|_issued\(")
     for name in ("link.cuda", "link.staging", "conveyor", "graphs"):
         module = import_module(f"triforce_offload.{name}")
         for line in inspect.getsource(module).splitlines():

@@ -177,7 +177,7 @@ def _add_formats(group: Options) -> None:
     add(
         "kv",
         "format of KV; dense: in --dtype; split: bfloat16 in 12 bits, without loss; auto: split "
-        "on a GPU where some KV would stream",
+        "on a GPU where something would stream",
         choices=KV_FORMATS,
     )
     add(

@@ -30,7 +30,7 @@ _NGRAM_ACCEPTANCE, _NGRAM_FIRST = 0.85, 8
 
 
 class Drafting:
-    """The levels below the target.
+    """The decoders of requests, and the draft lengths that they share.
 
     The lengths that `auto` chooses, and whether a level pays at all, are learned over all requests.
     """

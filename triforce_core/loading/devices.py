@@ -23,7 +23,7 @@ from triforce_offload.memory.host import CudaDriver, HostMemory
 from triforce_offload.memory.numa import cpus_near
 from triforce_offload.ranks import Ranks
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def rank_device(machine: MachineSettings, ranks: Ranks) -> tuple[torch.device, bool]:

@@ -12,7 +12,7 @@ import torch
 
 from triforce_core.decoding.contexts.models import Models
 from triforce_core.loading.devices import (
-    DTYPES,
+    TORCH_DTYPES,
     describe,
     open_link,
     rank_device,
@@ -96,7 +96,7 @@ def _load(
         if isinstance(drafter, MtpHead):
             drafter = drafter.shared(share)
     stored = checkpoint.stored_dtype
-    dtype = DTYPES[element_type(config.dtype, stored, gpu=device.type == "cuda")]
+    dtype = TORCH_DTYPES[element_type(config.dtype, stored, gpu=device.type == "cuda")]
     with ExitStack() as stack:
         # Opening a GPU's link measures its bandwidth, so do it before the memory cap is set.
         link, host = open_link(machine, device)

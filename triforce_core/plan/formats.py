@@ -156,7 +156,9 @@ def may_split_weights(sizes: ModelSizes, config: EngineConfig) -> bool:
 
 
 def _lets_kv_stream(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool:
-    """Whether some KV streams. With a user's placement, KV streams if not all of it is resident."""
+    """Whether something streams, for which split KV would make room. With a user's placement, which
+    it would not change: whether some KV streams.
+    """
     if config.placement is not None:
         return config.placement.resident_kv_blocks < sizes.requirements(0).kv_blocks
     return _streams(sizes, config, device_bytes)

@@ -225,16 +225,17 @@ class ModelSizes:
         largest = max(config.vocab_rows * config.hidden, self._largest)
         # Of experts that stand one above the other, one is decoded at a time.
         decoded = min(self.weights.decoded_numbers, largest)
-        sizes, blocks = (config, tokens, decoded, self.dtype.itemsize), self.weights.block_types
+        itemsize, blocks = self.dtype.itemsize, self.weights.block_types
         if self._by_host(tokens):
             fused = self.weights.split or all(map(self.device.has_kernel, blocks))
-            return host_product_bytes(config, tokens, 0 if fused else decoded, sizes[-1])
+            return host_product_bytes(config, tokens, 0 if fused else decoded, itemsize)
         if self.weights.split:
             # With few rows, a kernel multiplies by what it reads.
             joins = tokens * self.sequences > FEW_ROWS
-            total = split_bytes(*sizes, by_kernel=self.device.gpu and self.device.kernels and joins)
+            by_kernel = self.device.gpu and self.device.kernels and joins
+            total = split_bytes(config, tokens, decoded, itemsize, by_kernel=by_kernel)
         else:
-            total = decode_bytes(*sizes)
+            total = decode_bytes(config, tokens, decoded, itemsize)
         if self.device.widens:
             total += widened_bytes(config, tokens, largest)
         return total

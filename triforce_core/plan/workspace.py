@@ -250,7 +250,9 @@ def running_bytes(config: ModelConfig, tokens: int, splits: int) -> int:
     """Return the bytes that attention keeps between blocks, in float32, and the temporaries for
     adding a block.
     """
-    return tokens * config.attention.heads * (config.attention.head_dim + 4) * 4 * (splits + 2)
+    mixers = (spec.mixer for spec in config.distinct_layers)
+    widest = max(m.heads * (m.head_dim + 4) for m in mixers if isinstance(m, Attention))
+    return tokens * widest * 4 * (splits + 2)
 
 
 def score_bytes(config: ModelConfig, tokens: int, chunks: int) -> int:

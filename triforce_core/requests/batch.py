@@ -82,14 +82,14 @@ class Batch:
         self._ended = ended
         self._new: list[Member] = []
         # Members of the current prefill or pass.
-        self._running: Sequence[Member] = ()
-        self._going: list[Member] = []
+        self._current: Sequence[Member] = ()
+        self._decoding: list[Member] = []
         self._raised: list[Exception] = []
 
     @property
     def members(self) -> list[Member]:
         """The members that have not ended, including those of the current prefill or pass."""
-        known = dict.fromkeys((*self._running, *self._going, *self._new))
+        known = dict.fromkeys((*self._current, *self._decoding, *self._new))
         return [member for member in known if not member.ended]
 
     def add(self, member: Member) -> None:
@@ -110,7 +110,7 @@ class Batch:
             return False
         while self._new:
             member = self._new.pop(0)
-            with self._running_for([member]):
+            with self._current_for([member]):
                 self._prefill(member)
         self._raise()
         return True
@@ -118,9 +118,9 @@ class Batch:
     @torch.inference_mode()
     def decode(self) -> None:
         """Run one pass over all running requests."""
-        if members := self._going:
-            self._going = []
-            with self._running_for(members):
+        if members := self._decoding:
+            self._decoding = []
+            with self._current_for(members):
                 steps = self._retried(members, lambda: self._steps(members))
                 self._settle(members, steps)
         self._raise()
@@ -159,7 +159,7 @@ class Batch:
 
     def drop(self, member: Member) -> None:
         """Abandon a request immediately. Its receiver gets nothing more."""
-        for members in (self._new, self._going):
+        for members in (self._new, self._decoding):
             if member in members:
                 members.remove(member)
         self._runtime.passes.end()
@@ -222,10 +222,10 @@ class Batch:
         """Begin the next pass now, unless a prefill comes before it."""
         try:
             if not self._new:
-                self._begin(self._going)
+                self._begin(self._decoding)
         except OUT_OF_MEMORY:
             # The accepted tokens stay. The next pass tries again, and reports a failure.
-            for member in self._going:
+            for member in self._decoding:
                 member.context.end()
 
     def _settle(self, members: Sequence[Member], steps: Sequence[Step]) -> None:
@@ -233,10 +233,10 @@ class Batch:
         given: list[list[Piece | Completion]] = [[] for _ in members]
         try:
             for own, member, step in zip(given, members, steps, strict=False):
-                own += member.request.taken(step)
+                own += member.request.text_of(step)
             for own, member in zip(given, members, strict=True):
                 if not member.request.reason:
-                    self._going.append(member)
+                    self._decoding.append(member)
                     continue
                 own += member.request.finish()
                 self._free(member, sound=True)
@@ -266,20 +266,20 @@ class Batch:
             self._ended(member.context, sound)
 
     @contextmanager
-    def _running_for(self, members: Sequence[Member]) -> Iterator[None]:
+    def _current_for(self, members: Sequence[Member]) -> Iterator[None]:
         """Run a prefill or a pass of members, and deliver its error to them. KeyboardInterrupt and
         the like are also raised.
         """
         memory = self._runtime.memory
-        self._running = members
+        self._current = members
         try:
             with memory.typed_errors(), memory.current():
                 yield
         except BaseException as error:
             self._runtime.passes.end()
             for member in members:
-                if member in self._going:
-                    self._going.remove(member)
+                if member in self._decoding:
+                    self._decoding.remove(member)
                 if member.ended:
                     continue
                 if isinstance(error, TriforceError) and member.request.is_prefilled:
@@ -289,4 +289,4 @@ class Batch:
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._running = ()
+            self._current = ()

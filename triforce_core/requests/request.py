@@ -157,10 +157,10 @@ class Request:
         return self._decoder.ask(self._params.max_new_tokens - len(self._tokens))
 
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
-        """See `Decoder.take`. Call `taken` next."""
+        """See `Decoder.take`. Call `text_of` next."""
         return self._decoder.take(logits, seconds)
 
-    def taken(self, step: Step) -> list[Piece]:
+    def text_of(self, step: Step) -> list[Piece]:
         """Return the text of a step's tokens. Sets `reason` if they are the last ones."""
         self._step, self._due = step, step.scored
         if not self._tokens:

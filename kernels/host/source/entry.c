@@ -28,7 +28,7 @@ const Kernels *kernels = &kernels_plain;
 /* The version of this interface (`library.py`). */
 EXPORT int triforce_version(void) { return 1; }
 
-/* Sizes of structures, for a check against those of `library.py`. */
+/* Sizes of structures, for a check against those of `structures.py`. */
 EXPORT int triforce_size_of_weight(void) { return sizeof(Weight); }
 EXPORT int triforce_size_of_product(void) { return sizeof(Product); }
 EXPORT int triforce_size_of_attention(void) { return sizeof(Attention); }

@@ -11,7 +11,7 @@
 /* What Python calls; all else is hidden from other libraries. */
 #define EXPORT __attribute__((visibility("default")))
 
-/* Rows of a product; more are multiplied by a decoded weight instead (`limits.FEW_ROWS`). */
+/* Most rows of one call of a product (`limits.FEW_ROWS`). */
 #define MOST_ROWS 64
 /* Rows that share a tile of an attention. */
 #define MOST_QUERIES 16

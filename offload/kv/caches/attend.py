@@ -118,7 +118,10 @@ class PassCache:
         return states.recur(layer, rows, batch, states.end)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Cache.keep."""
+        """Keep a path of the last forward batch, row after row, and drop its other rows.
+
+        Raises RuntimeError, before any change, if the rows are not a path of the batch.
+        """
         if self._batch is None:
             raise RuntimeError("keep before a pass")
         self._batch.check_path(rows)

@@ -24,7 +24,7 @@ class DenseKV:
     """Keys and values of `end` tokens, separate for each head, with room after them.
 
     A forward attends to all of them and to its own rows. It writes its rows after `end`, which
-    moves when some of them are kept. `fixed` does so at constant addresses and shapes, as a
+    moves when some of them are kept. `FixedDense` does so at constant addresses and shapes, as a
     recorded graph requires.
 
     rows: [layers, 2, kv_heads, capacity, head_dim]
@@ -44,7 +44,7 @@ class DenseKV:
         self.capacity = dense_capacity(tokens)
         self._memory = memory
         self._allocation = memory.allocate(dense_bytes(shape, tokens), purpose)
-        # Zeros, since `fixed` also reads past the end, with a weight of zero.
+        # Zeros, since `FixedDense` also reads past the end, with a weight of zero.
         self.rows = self._allocation.bytes.zero_().view(shape.dtype)
         self.rows = self.rows.view(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim)
 
@@ -126,8 +126,8 @@ class DenseKV:
         self.rows[:, :, :, start : start + keys_values.shape[3]] = keys_values
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Cache.keep. The caller makes sure that the rows are a path: a recorded forward has no
-        forward batch to check them against.
+        """Keep a path of the last rows. The caller makes sure that it is one: a recorded forward
+        has no forward batch to check them against.
         """
         count = len(rows)
         if self.end + max(rows, default=-1) >= self.capacity:

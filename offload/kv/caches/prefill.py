@@ -20,7 +20,7 @@ from triforce_offload.kv.sizes import SCORED_TOKENS
 from triforce_offload.kv.states.prefill import StatePrefill
 from triforce_offload.kv.store import KVStore
 from triforce_offload.kv.windows.prefill import WindowPrefill
-from triforce_offload.schedule import KV
+from triforce_offload.schedule import kv_key
 
 
 class PrefillCache:
@@ -105,7 +105,7 @@ class PrefillCache:
         return self._states.recur(layer, rows, batch)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Cache.keep. A prefill keeps all rows."""
+        """Keep the rows of the prefill, all of them. Raises RuntimeError for other rows."""
         if list(rows) != list(range(self._rows)):
             raise RuntimeError(f"all {self._rows} rows of text that is read are kept")
         self._store.commit_fill(self._store.length + self._rows)
@@ -121,7 +121,7 @@ class PrefillCache:
         store, shape = self._store, self._store.shape
         size = shape.block_tokens
         for index, location in enumerate(store.locations(layer)):
-            with self._conveyor.bring((KV, layer, index), location) as block:
+            with self._conveyor.bring(kv_key(layer, index), location) as block:
                 place = self.gathered[:, :, index * size : (index + 1) * size]
                 store.copy(location, block, place)
         tail = store.tail(layer)

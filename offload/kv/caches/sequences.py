@@ -22,7 +22,6 @@ class SequenceCaches:
 
     def __init__(self, caches: Sequence[Cache]) -> None:
         self._caches = list(caches)
-        self._batches: tuple[ForwardBatch, ...] = ()
 
     def attend(
         self,
@@ -64,21 +63,7 @@ class SequenceCaches:
         parts = self._parts(rows, batch)
         return torch.cat([cache.recur(layer, *part) for cache, *part in parts])
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Cache.keep with a path of each sequence, given as rows of the whole forward batch."""
-        first = 0
-        paths = []
-        for batch in self._batches:
-            paths.append([row - first for row in rows if first <= row < first + batch.rows])
-            batch.check_path(paths[-1])
-            first += batch.rows
-        if sum(map(len, paths)) != len(rows):
-            raise RuntimeError(f"rows {list(rows)} are not all of a forward batch of {first}")
-        for cache, path in zip(self._caches, paths, strict=True):
-            cache.keep(path)
-
     def _parts(self, rows: Rows, batch: ForwardBatch) -> Iterator[tuple[Cache, Rows, ForwardBatch]]:
         """Yield each sequence's cache, with its rows and its forward batch."""
-        self._batches = batch.alone
-        parts = rows.split([own.rows for own in self._batches])
-        yield from zip(self._caches, parts, self._batches, strict=True)
+        parts = rows.split([own.rows for own in batch.alone])
+        yield from zip(self._caches, parts, batch.alone, strict=True)

@@ -1,4 +1,4 @@
-"""Recorded forwards: equal to eager ones, whatever was fed before, and exact in the hierarchy."""
+"""Recorded forwards: equal to eager ones, whatever was fed before, and exact in the speculative."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recorder import ReplayRecorder
 from tiny_families import WITH_EXPERTS
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding import hierarchy
+from triforce_core.decoding import speculative
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.drafters.drafted_rows import DraftedRows
 from triforce_core.decoding.drafters.resident import ResidentModel, padded
@@ -143,7 +143,7 @@ def test_rounds_know_whether_anything_was_recorded_in_them(tiny, monkeypatch) ->
     path, _ = tiny("llama")
     options = {"device": "cpu", "max_context": 200, "method": "triforce", "draft": "none"}
     rounds, recorder = [], ReplayRecorder()
-    propose, verify_draft, known = hierarchy.propose_draft, hierarchy.verify_draft, []
+    propose, verify_draft, known = speculative.propose_draft, speculative.verify_draft, []
 
     def proposing(*values):
         known.append(recorder.recorded)
@@ -154,8 +154,8 @@ def test_rounds_know_whether_anything_was_recorded_in_them(tiny, monkeypatch) ->
         rounds.append((outcome.warm, recorder.recorded == known[-1]))
         return outcome
 
-    monkeypatch.setattr(hierarchy, "propose_draft", proposing)
-    monkeypatch.setattr(hierarchy, "verify_draft", settling)
+    monkeypatch.setattr(speculative, "propose_draft", proposing)
+    monkeypatch.setattr(speculative, "verify_draft", settling)
     with Engine.from_pretrained(path, draft_tokens=5, budget=48, **options) as engine:
         engine.models = replace(engine.models, recorder=recorder)
         engine.generate(random_ids(100), greedy(60))

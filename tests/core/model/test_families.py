@@ -18,7 +18,7 @@ from triforce_core import Engine
 from triforce_core.model.checkpoints.names import head_order
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
-from triforce_core.model.layers import Norms
+from triforce_core.model.layers import Keeps, Norms
 from triforce_kernels.layer import rotate
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -149,6 +149,10 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     share = 1 if ours.rope.type == "proportional" else rope.get("partial_rotary_factor")
     assert ours.rope.rotated(100) == int(100 * (share or 1))
     assert ours.rope.query_growth is None or rope["llama_4_scaling_beta"] == 0.1
+    kinds = getattr(theirs, "layer_types", None) or ()
+    assert any(spec.mixer.keeps is Keeps.WINDOW for spec in ours.layers) == (
+        "sliding_attention" in kinds and bool(getattr(theirs, "sliding_window", None))
+    )
     assert ours.attention.qkv_bias == (
         family in ("qwen2", "qwen2_moe") or bool(getattr(theirs, "attention_bias", False))
     )
@@ -170,6 +174,7 @@ def test_configs_of_other_versions() -> None:
 def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
     names = {*CONFIG, *FAMILIES[family].defaults, "rope_scaling", "rope_parameters"}
     names |= {"no_rope_layers", "architectures", "layer_types", "quantization_config", "dtype"}
+    names |= {"rotary_dim", "num_attention_heads_per_layer", "mlp_layer_types"}
     names |= {"partial_rotary_factor", "original_max_position_embeddings", "text_config"}
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "llama_4_scaling_beta": 0.1}
     read, refused, own = 0, 0, {"model_type": family}

@@ -14,6 +14,7 @@ from byte_level_files import CONTROL, MANUAL, tokenizer_metadata, write_byte_lev
 from gguf_files import write_gguf
 from sentence_piece_files import write_sentence_piece
 
+from triforce_core.model.checkpoints.gguf_config import _FAMILIES
 from triforce_core.model.tokenizing.byte_level import _SPLITS, _split
 from triforce_core.model.tokenizing.sentence_piece import SentencePieceTokenizer
 from triforce_core.model.tokenizing.tokenizer import (
@@ -31,7 +32,19 @@ TEXT = (
 
 
 # Splits that transformers does not take from GGUF files.
-UNKNOWN_TO_OTHERS = ("refact", "glm4", "chatglm-bpe", "seed-coder", "gpt-4o")
+UNKNOWN_TO_OTHERS = ("refact", "glm4", "chatglm-bpe", "seed-coder", "gpt-4o", "qwen35", "laguna")
+UNKNOWN_TO_OTHERS += ("minimax-m2", "command-r", "olmo", "exaone4")
+# What llama.cpp's converter writes for families whose files list merges.
+WRITTEN = {
+    **{"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "seed_oss": "seed-coder"},
+    **{"smollm3": "smaug-bpe", "olmo2": "dbrx", "exaone4": "exaone4", "granite": "refact"},
+    **{"glm4": "glm4", "phi3": "gpt-4o", "cohere2": "command-r", "qwen35": "qwen35"},
+    **{"qwen2moe": "qwen2", "qwen3moe": "qwen2", "qwen35moe": "qwen35", "qwen3next": "qwen2"},
+    **{"olmoe": "olmo", "granitemoe": "refact", "glm4moe": "glm4", "gpt-oss": "gpt-4o"},
+    **{"minimax-m2": "minimax-m2", "laguna": "laguna"},
+}
+# Those of the others: pieces of SentencePiece, or a tokenizer that transformers reads.
+OTHERWISE = {"gemma2", "gemma3", "gemma4", "lfm2", "ernie4_5", "ernie4_5-moe"}
 
 
 @pytest.mark.one_in(3)
@@ -211,11 +224,38 @@ def test_a_models_own_code_is_never_run_nor_asked_about(
         ("glm4", ["in", " ", "198", "4", "!?\n", "we"]),
         ("chatglm-bpe", ["in", " ", "198", "4", "!?\n", "we"]),
         ("seed-coder", ["in", " ", "1", "9", "8", "4", "!?", "\n", "we"]),
+        ("command-r", ["in", " ", "1", "9", "8", "4", "!?", "\n", "we"]),
+        ("qwen35", ["in", " ", "1", "9", "8", "4", "!?\n", "we"]),
+        ("laguna", ["in", " ", "1", "9", "8", "4", "!?", "\n", "we"]),
+        ("minimax-m2", ["in", " ", "198", "4", "!?\n", "we"]),
     ],
 )
 def test_texts_are_split_as_llama_cpp_does(pre: str, pieces: list[str]) -> None:
     found = [piece for piece, _ in _split(pre).pre_tokenize_str("in 1984!?\nwe")]
     assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in found] == pieces
+
+
+def test_the_tokenizers_of_all_families_in_gguf_files_are_known() -> None:
+    assert {*WRITTEN, *OTHERWISE} == set(_FAMILIES)
+    assert set(WRITTEN.values()) <= set(_SPLITS)
+
+
+@pytest.mark.parametrize("pre", UNKNOWN_TO_OTHERS)
+def test_a_tokenizer_that_transformers_does_not_read_gives_the_text_back(
+    tiny, tmp_path, pre: str
+) -> None:
+    tokenizer = load_tokenizer(write_byte_level(tiny, tmp_path / "m.gguf", pre))
+    tokens = tokenizer.encode(MANUAL[:2000])
+    assert tokenizer.decode(tokens) == MANUAL[:2000]
+    assert len(tokens) < 2000
+
+
+def test_qwen3_5_splits_texts_as_it_was_published() -> None:
+    published = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    assert _SPLITS["qwen35"] == published
 
 
 def test_gpt_oss_splits_texts_as_it_was_published() -> None:

@@ -102,8 +102,9 @@ class Keep(ContextCall):
 
 @dataclass(frozen=True)
 class Refresh(ContextCall):
-    """Choose the chunks of the retrieval cache by the last `scored` tokens, and start the copies of
-    the next pass.
+    """Choose the chunks of the retrieval cache, and start the copies of the next pass.
+
+    scored: see `Context.refresh`
     """
 
     scored: int

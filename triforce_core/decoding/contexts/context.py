@@ -161,7 +161,8 @@ class Context:
 
     @torch.inference_mode()
     def refresh(self, scored: int) -> None:
-        """Choose the chunks of the retrieval cache by the last `scored` tokens of the text.
+        """Choose the chunks of the retrieval cache by the scores of `scored` rows: the first of the
+        last pass, or the last tokens of a prompt.
 
         Call this before the copies of the next pass begin: chunks would wait behind them. Raises
         LinkError.

@@ -220,9 +220,9 @@ def _gguf_rope(fields: Fields, family: Family, positions: int, head_dim: int) ->
         parameters["original_max_position_embeddings"] = fields.whole(
             "rope.scaling.original_context_length", positions
         )
-        for name in ("beta_fast", "beta_slow"):
-            if (given := f"rope.scaling.yarn_{name}") in fields.raw:
-                parameters[name] = fields.real(given)
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            if (given := fields.real(f"rope.scaling.yarn_{name}", usual)) != usual:
+                parameters[name] = given
         if family.name == "gpt_oss":
             # As the model was trained, though llama.cpp rounds the bounds of the frequencies.
             parameters["truncate"] = False

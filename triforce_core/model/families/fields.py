@@ -49,9 +49,10 @@ class Fields:
     def only(self, name: str, *values: object) -> None:
         """Raise UnsupportedModelError if a field is there and has another value than these."""
         if self.get(name) not in (None, *values):
+            known = " or ".join(repr(each) for each in values if not isinstance(each, list))
             raise UnsupportedModelError(
-                f"{self.source}: {name} {self.raw[name]!r} is not supported (only "
-                f"{' or '.join(map(repr, values))})"
+                f"{self.source}: {name} {self.raw[name]!r:.40} is not supported"
+                + (f" (only {known})" if known else "")
             )
 
     def of_layers(self, name: str, count: int, default: Sequence[Any]) -> list[Any]:

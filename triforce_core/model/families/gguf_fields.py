@@ -20,6 +20,8 @@ _GEMMA2 = {
     ("final_logit_softcapping", "final_logit_softcapping"): 30.0,
     ("attention.sliding_window", "sliding_window"): 4096,
 }
+# llama.cpp's number of routers with sigmoids.
+_SIGMOID = 2
 # What every model of Gemma has.
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 
@@ -98,9 +100,14 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
 
 def _laguna(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """Return the fields of a file with the greatest number of heads of a layer, and that of each.
-    Without a pattern, every fourth layer has no window, from the first one on. Raises
-    CheckpointError.
+    Of a period of layers, by default four, the first has no window. Raises CheckpointError or
+    UnsupportedModelError.
     """
+    for name, only in (
+        ("expert_gating_func", _SIGMOID),
+        ("rope.dimension_count_swa", fields.get("attention.key_length")),
+    ):
+        fields.only(name, only)
     own, count = dict(fields.raw), fields.whole("block_count")
     heads = _of_layers(fields, "attention.head_count", count)
     own["attention.head_count"] = max(heads)
@@ -111,7 +118,9 @@ def _laguna(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     }
     slides = getattr(own.get("attention.sliding_window_pattern"), "values", None)
     if slides is None:
-        slides = [bool(own.get("attention.sliding_window")) and index % 4 for index in range(count)]
+        period = fields.whole("attention.sliding_window_pattern", 4)
+        has_window = bool(own.get("attention.sliding_window"))
+        slides = [has_window and index % period for index in range(count)]
     return Fields(own, fields.source), more | {
         "layer_types": [SLIDING if each else FULL for each in slides]
     }

@@ -102,7 +102,10 @@ def _hf_rope(raw: Mapping[str, Any], positions: int, head_dim: int) -> RopeConfi
         for name, value in scaling.items()
         if name not in ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved")
     }
-    share = raw.get("partial_rotary_factor") or (raw.get("rotary_dim") or head_dim) / head_dim
+    share = raw.get("partial_rotary_factor")
+    if not share and raw.get("rotary_dim"):
+        share = Fields(raw, "config.json").whole("rotary_dim") / head_dim
+    share = share or 1.0
     if share != 1:
         parameters.setdefault("partial_rotary_factor", share)
     kind = scaling.get("rope_type", scaling.get("type", "default"))

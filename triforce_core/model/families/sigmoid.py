@@ -52,6 +52,12 @@ def _laguna(fields: Fields, count: int) -> Layers:
     fields.only("norm_topk_prob", True)
     fields.only("moe_apply_router_weight_on_input", False)
     fields.only("moe_router_logit_softcapping", 0)
+    fields.only("moe_router_score_func", "sigmoid")
+    fields.only("moe_router_use_sigmoid", True)
+    for name in ("swa_attention_sink_enabled", "qkv_bias"):
+        fields.only(name, False)
+    # As the first files said it.
+    fields.only("swa_rope_parameters")
     router = Router(
         Scores.SIGMOID, biased=True, scale=fields.real("moe_routed_scaling_factor", 1.0)
     )
@@ -63,7 +69,9 @@ def _laguna(fields: Fields, count: int) -> Layers:
     if unknown := sorted(set(map(str, kinds)) - {"dense", "sparse"}):
         raise CheckpointError(f"{fields.source}: mlp_layer_types names {unknown[0]!r}")
     layers = []
-    for window, own, kind in zip(windows(fields, count), heads, kinds, strict=True):
+    for window, own, kind in zip(
+        windows(fields, count, lambda _: False), heads, kinds, strict=True
+    ):
         spec = layer(fields, heads=own, window=window, qk_norm=True, head_gate=True)
         layers.append(replace(spec, mlp=experts) if kind == "sparse" else spec)
     return tuple(layers)

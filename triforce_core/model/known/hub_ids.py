@@ -50,6 +50,8 @@ _MODELS = {
     "MiniMaxAI/MiniMax-M2": "minimax-m2",
     "MiniMaxAI/MiniMax-M2.1": "minimax-m2",
     "MiniMaxAI/MiniMax-M2.5": "minimax-m2",
+    "MiniMaxAI/MiniMax-M2.7": "minimax-m2",
+    "Qwen/Qwen3-Coder-Next": "qwen3-next-80b-a3b",
     "poolside/Laguna-XS-2.1": "laguna-xs-2.1",
     "openai/gpt-oss-20b": "gpt-oss-20b",
     "openai/gpt-oss-120b": "gpt-oss-120b",

@@ -86,6 +86,7 @@ SPARSE: Mapping[str, Mapping[str, Any]] = {
         "rotary_dim": 64,
         "vocab_size": 200064,
         "max_position_embeddings": 196608,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
         "dtype": "bfloat16",
     },
     "laguna-xs-2.1": {

@@ -34,24 +34,32 @@ _GPT4O = (
     rf"{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# As Qwen2's, with marks as parts of words.
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{M}\p{N}]+"
+)
 _SEED_CODER = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 # Patterns by llama.cpp's names; None is GPT-2's pattern, which is built into the library.
 _SPLITS: Mapping[str, str | None] = {
     "gpt-2": None,
-    "refact": None,
-    "smollm": None,
+    **dict.fromkeys(("refact", "smollm", "command-r", "olmo", "exaone4"), None),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
+    "qwen35": _QWEN35,
+    "laguna": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
+    "minimax-m2": _GPT4O,
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     "seed-coder": _SEED_CODER,
 }
 # For these, each digit is a piece of its own, before GPT-2's pattern.
-_DIGITS = ("refact",)
+_DIGITS = ("refact", "command-r")
+# For these, lines are pieces of their own, before the pattern.
+_LINES = ("laguna",)
 # For these, as in llama.cpp, a piece that is a token as a whole is not merged, and a text begins
 # with BOS unless the file says otherwise.
 _WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
@@ -99,9 +107,10 @@ def _split(name: str) -> ByteLevel | Steps:
     if pattern is None:
         split = ByteLevel(add_prefix_space=False)
         return Steps([Digits(individual_digits=True), split]) if name in _DIGITS else split
+    patterns = [r"[^\n]+|\n+", pattern] if name in _LINES else [pattern]
     return Steps(
         [
-            Split(Regex(pattern), behavior="isolated"),
+            *(Split(Regex(each), behavior="isolated") for each in patterns),
             ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
