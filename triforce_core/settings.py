@@ -166,8 +166,7 @@ class MethodSettings:
         if not self.may_branch:
             unused |= {"tree"}
         if self.method != "triforce":
-            unused |= {"inner_draft_tokens", "budget", "chunk_size", "retrieval"}
-            unused |= {"draft_weights", "draft_kv"}
+            unused |= {"inner_draft_tokens", "budget", "chunk_size", "draft_weights", "draft_kv"}
         elif not self.has_drafter:
             unused |= {"inner_draft_tokens"}
         return [name for name in names if name in unused]

@@ -50,14 +50,20 @@ class StackedWeight(StoredWeight):
 
 
 Weight = torch.Tensor | StoredWeight
+# Multiplies rows by some rows of a weight, and adds their bias.
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply x [rows, in] by a transposed weight [out, in] and add bias [out]: [rows, out] in x's
     dtype.
 
-    A weight that is not dense is decoded to x's dtype some rows at a time, so the result is that of
-    the dense matrix of the same numbers.
+    The first of these ways that there is:
+    - few rows, or any number of rows with the same bits: a kernel of the weight's format, which
+      decodes as it multiplies, up to FEW_ROWS rows at a time; or, on a processor or with the same
+      bits, products whose sums have one order;
+    - in float32, where the library's products in half precision would be slow (`widens`);
+    - the library's product. A weight that is not dense is decoded some rows at a time.
     """
     on_host, same = backend(x.device) == HOST, same_bits.wanted()
     rows = x.shape[0]
@@ -72,7 +78,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
                 return _in_one_order(x, weight, bias)
             return _by_slices(x, weight, bias, _in_one_order)
     if widens(x.device, x.dtype, x.shape[0]):
-        return _by_slices(x, weight, bias, _WideProduct(x))
+        return _by_slices(x, weight, bias, _wide_product(x.float()))
     if isinstance(weight, torch.Tensor):
         return F.linear(x, weight, bias)
     return _by_slices(x, weight, bias, F.linear)
@@ -93,7 +99,7 @@ def _by_slices(
     x: torch.Tensor,
     weight: Weight,
     bias: torch.Tensor | None,
-    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+    product: Product,
 ) -> torch.Tensor:
     """`linear` with some rows of the weight at a time, as dense numbers.
 
@@ -129,16 +135,11 @@ def _in_one_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return product if bias is None else product.add_(bias)
 
 
-class _WideProduct:
-    """Products in float32 of rows and weights in half precision."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._x = x.float()
-
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        return F.linear(self._x, weight.float(), None if bias is None else bias.float())
+def _wide_product(wide: torch.Tensor) -> Product:
+    """Return products in float32 with weights in half precision. wide: the rows in float32"""
+    return lambda x, weight, bias: F.linear(
+        wide, weight.float(), None if bias is None else bias.float()
+    )
 
 
 def reference_dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -324,13 +324,3 @@ class MemoryPlan:
         streams_kv = self.kv.blocks > (0 if needs.kv.split else self.kv.resident)
         if streams_kv and min(placement.kv_slots, placement.staging_slots) < 1:
             raise UsageError("a placement that streams KV needs KV slots and staging slots")
-
-    def check_host(self, limit_bytes: int) -> None:
-        """Raise DoesNotFitError if the plan needs more than `limit_bytes` of host memory."""
-        if (needed := self.host_bytes) > limit_bytes:
-            raise DoesNotFitError(
-                f"host memory for {self.requirements.context_tokens} tokens of context",
-                needed,
-                limit_bytes,
-                "give more host memory, or more device memory",
-            )

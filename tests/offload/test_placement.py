@@ -149,13 +149,6 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
         place(llama2_7b(), 2 * GIB)
 
 
-def test_host_memory_is_checked_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    placement = place(llama2_7b(), 22 * GIB).placement
-    with pytest.raises(DoesNotFitError, match="host memory for 131072 tokens"):
-        MemoryPlan(llama2_7b(), placement).check_host(32 * GIB)
-    MemoryPlan(llama2_7b(), placement).check_host(128 * GIB)
-
-
 def test_layers_that_the_host_has_no_room_for_stay_in_their_files() -> None:
     demand = replace(llama2_7b(), context_tokens=4096)
     placement = place(demand, 8 * GIB).placement
