@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,27 +20,50 @@ def read_into(
     into: Weight,
     corner: Corner,
     order: Sequence[int] | None = None,
+    columns: Sequence[range] | None = None,
 ) -> None:
     """Write tensor `name`, or the part of it that begins at `corner`, into a weight.
 
     order: which row of a head in the file each row of a head is; None for rows as they are
+    columns: columns to read, from the corner on, where they do not follow one another
 
     Raises CheckpointError, or SplitError if the matrix has more exceptions than the split format
     has room for.
     """
     if is_split(into):
-        _read_split(source, name, into, corner, order)
+        _read_split(source, name, into, corner, order, columns)
     elif isinstance(into, BlockWeight) and into.kind in NARROW.values():
         dtype = next(name for name, kind in NARROW.items() if kind == into.kind)
         numbers = into.data.view(getattr(torch, dtype))
-        source.read(name, numbers, corner)
+        _read(source.read, name, numbers, corner, columns)
         _reorder(numbers, order)
     elif isinstance(into, BlockWeight):
-        source.read_blocks(name, into.data, corner)
+        block = into.kind.elements, into.kind.nbytes
+        _read(source.read_blocks, name, into.data, corner, columns, block)
         _reorder(into.data, order)
     else:
-        source.read(name, into, corner)
+        _read(source.read, name, into, corner, columns)
         _reorder(into, order)
+
+
+def _read(
+    read: Callable[[str, torch.Tensor, Corner], None],
+    name: str,
+    into: torch.Tensor,
+    corner: Corner,
+    columns: Sequence[range] | None,
+    block: tuple[int, int] = (1, 1),
+) -> None:
+    """Read a part of a tensor. block: columns of a block, and places in a row of `into`"""
+    if columns is None:
+        read(name, into, corner)
+        return
+    elements, places = block
+    first = 0
+    for each in columns:
+        end = first + len(each) // elements * places
+        read(name, into[:, first:end], Corner(corner.row, corner.column + each.start))
+        first = end
 
 
 def _reorder(rows: torch.Tensor, order: Sequence[int] | None) -> None:
@@ -57,6 +80,7 @@ def _read_split(
     into: SplitWeight,
     corner: Corner,
     order: Sequence[int] | None,
+    columns: Sequence[range] | None,
 ) -> None:
     """Do `read_into` some rows at a time, so that the dense matrix never exists as a whole."""
     unit = len(order) if order else 1
@@ -64,6 +88,6 @@ def _read_split(
     for first in range(0, into.shape[0], step):
         part = into.rows(first, min(first + step, into.shape[0]))
         dense = torch.empty(part.shape, dtype=into.dtype)
-        source.read(name, dense, Corner(corner.row + first, corner.column))
+        _read(source.read, name, dense, Corner(corner.row + first, corner.column), columns)
         _reorder(dense, order)
         part.write(dense)

@@ -129,6 +129,26 @@ def test_wherever_weights_and_kv_live(tiny, leaders, placement: str) -> None:
     assert len({rank["resident_weight_layers"] for rank in ranks}) == 1
 
 
+@pytest.mark.first
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("weights", ["stored", "dense"])
+def test_value_heads_in_the_order_of_gguf_files(
+    tmp_path, leaders, weights: str, ranks: int
+) -> None:
+    """Three of each of two key heads, which ranks divide, or of which two ranks have the same."""
+    model = make_model("qwen3_5", tmp_path, linear_value_head_dim=32)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    texts = []
+    for count in (1, ranks):
+        options = {"weights": weights, **METHODS["triforce"]}
+        with engine(tmp_path / "m.gguf", count, "both", **options) as ours:
+            texts.append(ours.generate(random_ids(PROMPT), greedy(NEW)).token_ids)
+            layer = ours.runtime.weights.layouts[0]
+    assert texts[0] == texts[1]
+    if weights == "stored":
+        assert layer.formats["o"].nbytes < 64 * 192, "at most half of 192 columns, in 8 bits"
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 @pytest.mark.parametrize("weights", ["stored", "dense"])
 def test_quantised_weights(tmp_path, leaders, kind: str, weights: str) -> None:

@@ -201,7 +201,8 @@ class Checkpoint:
                 if piece.change:
                     _read_changed(self._source, piece, part)
                 else:
-                    read_into(self._source, piece.name, part, piece.corner, piece.order)
+                    where = piece.corner, piece.order, piece.column_ranges
+                    read_into(self._source, piece.name, part, *where)
             except SplitError as error:
                 raise CannotSplitError(self.path, [name]) from error
 

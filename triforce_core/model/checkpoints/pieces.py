@@ -28,6 +28,7 @@ class Piece:
     change: turns the stored numbers into the model's; None if they are the same
     columns: number of stored columns that `change` takes; None for as many as the model's
     ranges: stored rows, from the corner on, where they do not follow one another; None if they do
+    column_ranges: likewise, stored columns
     """
 
     name: str
@@ -37,6 +38,7 @@ class Piece:
     change: Change | None = None
     columns: int | None = None
     ranges: tuple[range, ...] | None = None
+    column_ranges: tuple[range, ...] | None = None
 
     @classmethod
     def apart(cls, name: str, ranges: Sequence[range]) -> Piece:
@@ -56,12 +58,16 @@ class Piece:
         """Return the part of the piece in a window, which covers whole heads."""
         rows = self.rows if window.rows is None else len(window.rows)
         first = 0 if window.rows is None else window.rows.start
-        column = 0 if window.columns is None else window.columns.start
+        columns, (row, column) = window.columns, self.corner
+        part = replace(self, rows=rows)
+        if isinstance(columns, tuple):
+            part = replace(part, column_ranges=columns)
+        elif columns is not None:
+            column += columns.start
         if self.ranges is not None:
-            corner = Corner(self.corner.row, self.corner.column + column)
-            return replace(self, rows=rows, corner=corner, ranges=_cut(self.ranges, first, rows))
-        corner = Corner(self.corner.row + first, self.corner.column + column)
-        return replace(self, rows=rows, corner=corner)
+            ranges = _cut(self.ranges, first, rows)
+            return replace(part, corner=Corner(row, column), ranges=ranges)
+        return replace(part, corner=Corner(row + first, column))
 
 
 def _cut(ranges: Sequence[range], first: int, rows: int) -> tuple[range, ...]:

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from triforce_core.model.checkpoints.pieces import Change, Piece, minus_exp, pieces_of
 from triforce_core.model.layers import DeltaNet, Recurrent, ShortConv
+from triforce_offload.checkpoint.source import Corner
 
 
 @dataclass(frozen=True)
@@ -83,31 +84,38 @@ def recurrent_pieces(
             parts["conv" + suffix] = [Piece(f"{names.conv}.{ending}", mixer.channels)]
             parts["o" + suffix] = [Piece(f"{names.o}.{ending}", hidden)]
         return parts
-    values, heads = _value_order(mixer, mixer.value_dim), _value_order(mixer, 1)
-    channels = (mixer.keys, mixer.keys, mixer.values), (None, None, values)
+    decay = _of_value_heads(mixer, names.decay, 1)
     return {
         "qkv": [piece for of, name in names.qkv for piece in _projected(mixer, of, name)],
-        "conv": pieces_of([f"{names.conv}.weight"], *channels),
-        "decay": [Piece(names.decay, mixer.value_heads, heads, change=names.decay_change)],
-        "decay_bias": [Piece(names.decay_bias, mixer.value_heads, heads)],
+        "conv": _channels(mixer, f"{names.conv}.weight"),
+        "decay": [replace(decay, change=names.decay_change)],
+        "decay_bias": [_of_value_heads(mixer, names.decay_bias, 1)],
         "head_norm": [Piece(names.head_norm, mixer.value_dim)],
         "o": [Piece(f"{names.o}.weight", hidden)],
     }
 
 
+def _channels(mixer: DeltaNet, name: str) -> list[Piece]:
+    """Return the pieces of a tensor with all queries, then all keys and values."""
+    return [
+        Piece(name, mixer.keys),
+        Piece(name, mixer.keys, corner=Corner(mixer.keys, 0)),
+        _of_value_heads(mixer, name, mixer.value_dim, 2 * mixer.keys),
+    ]
+
+
 def _projected(mixer: DeltaNet, of: str, name: str) -> list[Piece]:
     """Return the pieces of a tensor with some of the projections. See RecurrentNames.qkv."""
     name = f"{name}.weight"
-    values, heads = _value_order(mixer, mixer.value_dim), _value_order(mixer, 1)
-    orders = {"v": values, "z": values, "b": heads, "a": heads}
+    if of == "qkv":
+        return _channels(mixer, name)
+    if len(of) == 1:
+        return [_of_value_heads(mixer, name, mixer.value_dim if of == "z" else 1)]
     group = mixer.value_heads // mixer.key_heads
     # Rows of a key head.
     sizes = {"q": mixer.key_dim, "k": mixer.key_dim, "b": group, "a": group}
     sizes |= dict.fromkeys("vz", group * mixer.value_dim)
     own = [sizes[each] for each in of]
-    if of == "qkv" or len(of) == 1:
-        rows = [mixer.key_heads * size for size in own]
-        return pieces_of([name], rows, [orders.get(each) for each in of])
     starts = range(0, mixer.key_heads * sum(own), sum(own))
     return [
         Piece.apart(name, [range(start + first, start + last) for start in starts])
@@ -115,19 +123,15 @@ def _projected(mixer: DeltaNet, of: str, name: str) -> list[Piece]:
     ]
 
 
-def _value_order(mixer: DeltaNet, size: int) -> tuple[int, ...] | None:
-    """Return which stored row each row of the value heads is, with `size` rows for a head. None if
-    they are the same.
+def _of_value_heads(mixer: DeltaNet, name: str, size: int, first: int = 0) -> Piece:
+    """Return the piece of a tensor with `size` rows for each value head, from row `first` on.
 
     GGUF files have the first value head of every key head, then the second of every one, ...
     (llama.cpp's converter); ours are side by side.
     """
+    whole = Piece(name, mixer.value_heads * size, corner=Corner(first, 0))
     group = mixer.value_heads // mixer.key_heads
     if not mixer.tiled_output or group == 1:
-        return None
-    return tuple(
-        (each * mixer.key_heads + key) * size + row
-        for key in range(mixer.key_heads)
-        for each in range(group)
-        for row in range(size)
-    )
+        return whole
+    heads = (e * mixer.key_heads + key for key in range(mixer.key_heads) for e in range(group))
+    return replace(whole, ranges=tuple(range(head * size, (head + 1) * size) for head in heads))

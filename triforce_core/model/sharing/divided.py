@@ -13,10 +13,12 @@ from triforce_offload.errors import UsageError
 
 
 class Window(NamedTuple):
-    """Rows and columns of a stored tensor; None for all."""
+    """Rows and columns of a stored tensor; None for all. Columns may be several ranges, which do
+    not follow one another.
+    """
 
     rows: range | None = None
-    columns: range | None = None
+    columns: range | tuple[range, ...] | None = None
 
 
 class Heads(NamedTuple):
@@ -125,7 +127,20 @@ class DividedDeltaNet:
             return channels
         if part in ("decay", "decay_bias"):
             return [Window(own)]
-        return [Window(None, values if part == "o" else None)]
+        return [Window(None, self._columns(rank) if part == "o" else None)]
+
+    def _columns(self, rank: int) -> range | tuple[range, ...]:
+        """Return the columns of "o" that belong to a rank's value heads."""
+        whole, own, keys = self.whole, self.heads.queries[rank], self.heads.keys[rank]
+        if not whole.tiled_output:
+            return _columns(own, whole.value_dim)
+        # Of each key head the first value heads come first, then the second ones, ...
+        first = own.start % (whole.value_heads // whole.key_heads)
+        return tuple(
+            _columns(range(at + keys.start, at + keys.stop), whole.value_dim)
+            for each in range(len(own) // len(keys))
+            for at in [(first + each) * whole.key_heads]
+        )
 
 
 @dataclass(frozen=True)
@@ -156,11 +171,6 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
         case Attention():
             return DividedAttention(mixer, Heads.divided(mixer.heads, mixer.kv_heads, ranks))
         case DeltaNet():
-            if mixer.tiled_output and ranks > 1:
-                raise UsageError(
-                    "recurrent layers of a GGUF file, whose heads are in another order, do not "
-                    f"spread over {ranks} GPUs: use the model in safetensors files"
-                )
             heads = Heads.divided(mixer.value_heads, mixer.key_heads, ranks)
             return DividedDeltaNet(mixer, heads)
         case ShortConv():

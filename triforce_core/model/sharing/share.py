@@ -152,5 +152,6 @@ def mlp_unit(config: ModelConfig, pieces: Pieces) -> int:
     return max([_UNIT, *(kind.elements for kind in kinds if kind)])
 
 
-def _whole_blocks(columns: range, kind: BlockType) -> bool:
-    return not columns.start % kind.elements and not columns.stop % kind.elements
+def _whole_blocks(columns: range | tuple[range, ...], kind: BlockType) -> bool:
+    ranges = columns if isinstance(columns, tuple) else (columns,)
+    return not any(each.start % kind.elements or each.stop % kind.elements for each in ranges)
