@@ -50,7 +50,7 @@ class PassCopies:
             if crossing.block is None:
                 shared += crossing.nbytes
             else:
-                own[crossing.text] += crossing.nbytes
+                own[crossing.sequence] += crossing.nbytes
         count = len(sequences)
         for index, sequence in enumerate(sequences):
             # Shared bytes are rounded so that the shares add up to the bytes that crossed.
@@ -86,7 +86,7 @@ class PassCopies:
         crossings = pass_schedule(
             Places(
                 layer_bytes=[each.source.bytes.numel() if each.source else 0 for each in weights],
-                texts=[
+                sequences=[
                     KVPlaces(
                         [len(kv.locations(layer)) for layer in layers],
                         [kv.on_device(layer) for layer in layers],
@@ -102,7 +102,7 @@ class PassCopies:
         def location(crossing: Crossing) -> Located:
             if crossing.block is None:
                 return weights[crossing.layer]
-            return sequences[crossing.text].locations(crossing.layer)[crossing.block]
+            return sequences[crossing.sequence].locations(crossing.layer)[crossing.block]
 
         # A block with more exceptions than the split format has room for is larger than the others.
         crossings = [c._replace(nbytes=location(c).source.bytes.numel()) for c in crossings]

@@ -44,7 +44,7 @@ class Passes:
     def cache(self, sequences: Sequence[SequenceKV]) -> Cache:
         """Return the cache for a forward over these sequences' rows, in their order."""
         for index, sequence in enumerate(sequences):
-            sequence.cache.text = index
+            sequence.cache.index = index
         caches = [sequence.cache for sequence in sequences]
         return caches[0] if len(caches) == 1 else SequenceCaches(caches)
 

@@ -20,26 +20,26 @@ class Crossing(NamedTuple):
     ring: the kind of slots that they go through
     layer: index of the layer; for KV, among the layers that store KV in blocks
     block: index of the layer's KV block; None for the layer's weights
-    text: index of the sequence whose KV it is, in a pass over several sequences
+    sequence: index of the sequence whose KV it is, in a pass over several sequences
     """
 
     ring: str
     layer: int
     block: int | None
     nbytes: int
-    text: int = 0
+    sequence: int = 0
 
     @property
     def key(self) -> tuple:
         """The key by which compute asks for these bytes: unique in a schedule."""
         if self.block is None:
             return (self.ring, self.layer)
-        return kv_key(self.layer, self.block, self.text)
+        return kv_key(self.layer, self.block, self.sequence)
 
 
-def kv_key(layer: int, block: int, text: int = 0) -> tuple:
+def kv_key(layer: int, block: int, sequence: int = 0) -> tuple:
     """Return the key by which compute asks for a block of KV."""
-    return (KV, layer, block, text) if text else (KV, layer, block)
+    return (KV, layer, block, sequence) if sequence else (KV, layer, block)
 
 
 class Kind(Enum):
@@ -94,12 +94,12 @@ class Places:
     """Where the weights of a model and the KV of a pass's sequences are, for building a schedule.
 
     layer_bytes: bytes of each layer's weights that cross the link; 0 for none
-    texts: the sequences of the pass
+    sequences: the sequences of the pass
     kv_index: index of each layer among those that store KV in blocks, None for any other layer
     """
 
     layer_bytes: Sequence[int]
-    texts: Sequence[KVPlaces]
+    sequences: Sequence[KVPlaces]
     block_bytes: int
     kv_index: Sequence[int | None]
 
@@ -116,16 +116,16 @@ def pass_schedule(places: Places) -> Schedule:
             held = (len(crossings),)
             crossings.append(Crossing(WEIGHTS, layer, None, nbytes))
         kv = places.kv_index[layer]
-        texts = [] if kv is None else places.texts
-        kept = [min(text.blocks[kv], text.resident[kv]) for text in texts]
+        sequences = [] if kv is None else places.sequences
+        kept = [min(sequence.blocks[kv], sequence.resident[kv]) for sequence in sequences]
         pieces.append(Piece(Kind.BEFORE, layer, sum(kept), len(crossings)))
-        for text, resident in enumerate(kept):
-            elsewhere = texts[text].by_processor[kv] if texts[text].by_processor else ()
-            for block in range(resident, texts[text].blocks[kv]):
+        for index, (sequence, resident) in enumerate(zip(sequences, kept, strict=True)):
+            elsewhere = sequence.by_processor[kv] if sequence.by_processor else ()
+            for block in range(resident, sequence.blocks[kv]):
                 if block in elsewhere:
                     continue
-                index = len(crossings)
-                crossings.append(Crossing(KV, kv, block, places.block_bytes, text))
-                pieces.append(Piece(Kind.BLOCK, layer, 1, index + 1, (index,)))
+                place = len(crossings)
+                crossings.append(Crossing(KV, kv, block, places.block_bytes, index))
+                pieces.append(Piece(Kind.BLOCK, layer, 1, place + 1, (place,)))
         pieces.append(Piece(Kind.AFTER, layer, 0, 0, held))
     return Schedule(crossings, pieces)

@@ -24,6 +24,7 @@ from triforce_core.decoding.levels import (
 )
 from triforce_core.decoding.trees.growth import Growth
 from triforce_core.params import SamplingParams
+from triforce_offload.errors import CheckpointError
 from triforce_offload.link.waiting import come
 
 
@@ -97,7 +98,12 @@ class Speculative:
         context, made = self._context, self._proposed
         # Trees are drafted only if the distribution depends on the logits alone.
         own = distributions(logits, self._params, context.text, made.fed[1:])
-        outcome = verify_draft(made, own, self._rule, context.text, context.keep, seconds)
+        try:
+            outcome = verify_draft(made, own, self._rule, context.text, context.keep, seconds)
+        except CheckpointError:
+            # Useless numbers, but the ranks have computed them all.
+            context.check_ranks()
+            raise
         context.check_ranks()
         self._trace(made.began, outcome)
         self._tally.count(outcome)

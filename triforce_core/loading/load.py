@@ -62,6 +62,12 @@ def load(
     while True:
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
+        except DoesNotFitError:
+            # Several ranks decide together, before they read weights (`_with_drafter`).
+            if ranks.count > 1 or not _may_leave_out(drafter, config):
+                raise
+            drafter = None
+            _say_that_it_is_left_out()
         except CannotSplitError as error:
             # Several ranks would have to start over together.
             if ranks.count > 1:
@@ -145,23 +151,31 @@ def _with_drafter(
     config: EngineConfig,
     ranks: Ranks,
 ) -> tuple[Resolved, Readable | None]:
-    """Return the plan and the drafter. An MTP head that was not asked for is left out, with a
-    warning, if a rank has no room for its part.
+    """Return the plan and the drafter. If several ranks share the model, an MTP head that was not
+    asked for is left out, with a warning, if one of them has no room for its part.
 
     resolved: returns the plan with a drafter, given what agrees on a budget
     Raises UsageError or DoesNotFitError.
     """
-    if isinstance(drafter, MtpHead) and str(config.method.draft) != MTP:
+    if ranks.count > 1 and _may_leave_out(drafter, config):
         if (chosen := _if_all_fit(partial(resolved, drafter), ranks)) is not None:
             return chosen, drafter
         drafter = None
         if not ranks.index:
-            warnings.warn(
-                "the model does not fit together with its MTP head, so n-grams draft",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            _say_that_it_is_left_out()
     return resolved(drafter, ranks.least), drafter
+
+
+def _may_leave_out(drafter: Readable | None, config: EngineConfig) -> bool:
+    return isinstance(drafter, MtpHead) and str(config.method.draft) != MTP
+
+
+def _say_that_it_is_left_out() -> None:
+    warnings.warn(
+        "the model does not fit together with its MTP head, so n-grams draft",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 class _NoRoomElsewhereError(Exception):

@@ -293,7 +293,12 @@ class ModelSizes:
         if self.drafter:
             total += small_model_parts_bytes(self.drafter, shape, longest, self.sequences)
             total += distribution_bytes(self.drafter, 1)
-            total += forward_bytes(self.drafter, _CATCH_UP, self.dtype.itemsize, self.max_context)
+            itemsize = self.dtype.itemsize
+            forward = forward_bytes(self.drafter, _CATCH_UP, itemsize, self.max_context)
+            if self.drafter.layers[0].joins:
+                # Embeddings and states, as they come, normed and joined, of which ranks have all.
+                forward = max(forward, _CATCH_UP * 7 * self.drafter.hidden * itemsize)
+            total += forward
         if budget:
             chunk, context = self.method.chunk_size, self.max_context
             total += self.sequences * retrieval_bytes(

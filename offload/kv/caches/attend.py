@@ -27,7 +27,7 @@ from triforce_offload.schedule import kv_key
 class PassCache:
     """The cache of a pass: attends to the whole context and to the pass's own rows.
 
-    text: index of this sequence in the pass
+    index: index of this sequence in the pass
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PassCache:
         self._scores = scores
         self._processor = processor
         self._batch: ForwardBatch | None = None
-        self.text = 0
+        self.index = 0
 
     def attend(
         self,
@@ -84,7 +84,7 @@ class PassCache:
             if index in elsewhere:
                 attention.skip(store.shape.block_tokens)
                 continue
-            with self._conveyor.bring(kv_key(layer, index, self.text), locations[index]) as block:
+            with self._conveyor.bring(kv_key(layer, index, self.index), locations[index]) as block:
                 key, value = store.read(locations[index], block)
                 attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
                 store.settle(layer, index, block)

@@ -21,8 +21,9 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.mtp import MtpDrafter
+from triforce_core.loading import execution
 from triforce_core.plan.levels import SINKS, WINDOW
-from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError, UsageError
 
 NEW = 40
 RUNS = {
@@ -218,6 +219,21 @@ def test_a_head_that_does_not_fit_or_is_in_part_there_is_left_out(headed, tmp_pa
         save_file(held, copied / "model.safetensors", metadata={"format": "pt"})
         with engine(copied) as ours:
             assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
+
+
+def test_a_head_for_which_memory_runs_out_as_it_is_loaded_is_left_out(headed, monkeypatch) -> None:
+    def taken_by_another(*arguments: object) -> None:
+        raise OutOfDeviceMemoryError("planted")
+
+    monkeypatch.setattr(execution, "WeightStore", taken_by_another)
+    path, _, _ = headed
+    with (
+        pytest.warns(RuntimeWarning, match="does not fit together with its MTP head"),
+        engine(path) as ours,
+    ):
+        assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
+    with pytest.raises(OutOfDeviceMemoryError):
+        engine(path, draft="mtp")
 
 
 def test_a_saved_context_goes_on_without_the_states_that_the_head_needs(headed, tmp_path) -> None:

@@ -78,6 +78,50 @@ def test_the_head_of_ranks_drafts_what_that_of_one_does(
             torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.first
+@pytest.mark.parametrize("method", ["speculative", "retrieval"])
+def test_drafts_that_are_accepted_in_part_leave_all_ranks_alike(
+    headed, leaders, monkeypatch, method: str
+) -> None:
+    """The first rank's logits are changed, so that four of five drafted tokens are right."""
+    path, model = headed
+    prompt = random_ids(PROMPT)
+    text = prompt + transformers_text(model, prompt)
+    run, drafters, places = MtpDrafter.run, {}, {}
+
+    def mostly_right(
+        drafter: MtpDrafter, tokens: torch.Tensor, start: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        logits, drafters[threading.get_ident()] = run(drafter, tokens, start), drafter
+        if logits.shape[1]:
+            places[drafter] = place = (
+                places[drafter] + 1 if start is None else start[2] + len(tokens) - start[1]
+            )
+            if place < len(text) and place % 5:
+                logits[0, text[place]] += 100
+        return logits
+
+    monkeypatch.setattr(MtpDrafter, "run", mostly_right)
+    accepted = []
+    for count in (1, 3):
+        drafters.clear()
+        with engine(path, count, "kv", draft="mtp", **METHODS[method]) as ours:
+            result = ours.generate(prompt, greedy(NEW - 4))
+            assert result.token_ids == text[PROMPT : PROMPT + NEW - 4]
+            # A text that turns back and goes on.
+            again = ours.generate(text[: PROMPT + 9], greedy(20))
+            assert again.token_ids == text[PROMPT + 9 : PROMPT + 29]
+            accepted.append(result.stats["acceptance"]["accepted_lengths"])
+            states = [(d._begin, d._firsts, d._recent) for d in drafters.values()]
+        assert len(states) == count
+        for begin, firsts, recent in states[1:]:
+            assert begin == states[0][0]
+            assert torch.equal(firsts, states[0][1])
+            assert torch.equal(recent, states[0][2])
+    assert accepted[0] == accepted[1]
+    assert sum(length * times for length, times in enumerate(accepted[0])) > NEW // 3
+
+
 def test_where_one_rank_has_no_room_for_its_part_n_grams_draft_on_all(
     headed, leaders, monkeypatch
 ) -> None:

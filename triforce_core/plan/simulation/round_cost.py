@@ -54,12 +54,12 @@ class RoundCost:
         resident = min(kv.resident + kv.reclaimed, kv.blocks) // self.memory.requirements.sequences
         return Places(
             layer_bytes=[layer.link_bytes for layer in self.memory.layers],
-            texts=[self._text(share_blocks(resident, kv.shape.layers))],
+            sequences=[self._sequence(share_blocks(resident, kv.shape.layers))],
             block_bytes=kv.shape.block_bytes,
             kv_index=self.memory.requirements.kv_index,
         )
 
-    def _text(self, resident: Sequence[int]) -> KVPlaces:
+    def _sequence(self, resident: Sequence[int]) -> KVPlaces:
         """Return where the KV is. resident: blocks of each layer that are on the device"""
         blocks, share = self._blocks, self.memory.placement.processor_kv
         counts = [left_to_processor(share, max(0, blocks - first)) for first in resident]
@@ -69,14 +69,14 @@ class RoundCost:
     @cached_property
     def link_bytes(self) -> int:
         """Bytes that a pass copies to the device."""
-        places, text = self.places, self.places.texts[0]
-        blocks = sum(max(0, self._blocks - share) for share in text.resident)
+        places, sequence = self.places, self.places.sequences[0]
+        blocks = sum(max(0, self._blocks - share) for share in sequence.resident)
         return self.memory.weights_link_bytes + places.block_bytes * (blocks - self._elsewhere)
 
     @cached_property
     def _elsewhere(self) -> int:
         """Number of blocks of all layers to which the processor attends."""
-        return sum(map(len, self.places.texts[0].by_processor))
+        return sum(map(len, self.places.sequences[0].by_processor))
 
     @property
     def link_seconds(self) -> float:
@@ -134,7 +134,7 @@ class RoundCost:
             return blocks * self._seconds[Kind.BLOCK]
         self._check_rates()
         keys, nbytes = blocks * shape.block_tokens, blocks * shape.block_bytes
-        layers = sum(map(bool, self.places.texts[0].by_processor))
+        layers = sum(map(bool, self.places.sequences[0].by_processor))
         return self.processor.attention_seconds(layers, keys, nbytes, self.link_bytes)
 
     @property
@@ -181,11 +181,11 @@ class RoundCost:
     @property
     def _aside(self) -> dict[int, float]:
         """Seconds in which the processor attends to its blocks of each layer that has some."""
-        text, index = self.places.texts[0], self.places.kv_index
+        sequence, index = self.places.sequences[0], self.places.kv_index
         blocks = {
-            layer: len(text.by_processor[kv])
+            layer: len(sequence.by_processor[kv])
             for layer, kv in enumerate(index)
-            if kv is not None and text.by_processor
+            if kv is not None and sequence.by_processor
         }
         return {
             layer: self.attention_seconds * count / self._elsewhere
