@@ -68,6 +68,12 @@ def opened(context: Any, address: str = SITE) -> Any:
     return page
 
 
+def begin_anew(page: Any) -> None:
+    """Open a new conversation. The page shows it after a moment."""
+    page.click("#new")
+    page.wait_for_selector(".examples")
+
+
 def send(page: Any, text: str) -> None:
     """Send a message by keyboard and wait for the end of its answer."""
     answers = page.locator("article.assistant").count()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import browsing
 import pytest
 from browsing import CONTEXT, Answering, opened, refuses, scroll_width, send, streams, texts
 from running import Running, serving, until
@@ -54,7 +55,7 @@ def test_an_answer_goes_on_while_another_conversation_is_open(
     page.fill("#text", "First")
     page.press("#text", "Enter")
     page.wait_for_selector(".figures:has-text('waiting for the server')")
-    page.click("#new")
+    browsing.begin_anew(page)
     send(page, "Other")
     streams("Late")(held[0])
     page.click("#list a:has-text('First')")
@@ -79,10 +80,11 @@ def test_two_tabs_do_not_overwrite_each_other(profile: Any, page: Any) -> None:
     other = profile.new_page()
     other.goto(page.url)
     other.wait_for_selector("article.assistant")
-    other.click("#new")
+    browsing.begin_anew(other)
     send(other, "Two")
     page.wait_for_selector("#list a:has-text('Two')")
     other.click("#list a:has-text('One')")
+    other.wait_for_selector("article.user:has-text('One')")
     send(other, "More")
     page.wait_for_selector("article.user:has-text('More')")
     # A tab that has missed the change keeps its answer in a copy.
@@ -301,8 +303,7 @@ def test_a_phone_has_a_drawer_and_no_sideways_scrolling(page: Any, answering: An
     page.keyboard.press("Escape")
     page.wait_for_selector("#list a", state="hidden")
     page.click("#menu")
-    page.click("#new")
-    page.wait_for_selector(".examples")
+    browsing.begin_anew(page)
     assert scroll_width(page) == 390
     page.click("#open-settings")
     box = page.locator("#settings").bounding_box()
