@@ -211,12 +211,7 @@ def _of_qwen35(config: object, name: str, array: np.ndarray) -> tuple[str, np.nd
     heads of all key heads side by side.
     """
     keys, size = config.linear_num_key_heads, config.linear_value_head_dim
-    if name.endswith("norm.weight") and "linear_attn" not in name:
-        return name, array + 1
-    if name.endswith("conv1d.weight"):
-        array = array.squeeze(1)
-    if name.endswith("A_log"):
-        array = -np.exp(array)
+    stored, array = _of_qwen3next(config, name, array)
     before = 2 * keys * config.linear_key_head_dim
     if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
         array = np.concatenate((array[:before], _tiled(array[before:], keys, size)))
@@ -226,7 +221,7 @@ def _of_qwen35(config: object, name: str, array: np.ndarray) -> tuple[str, np.nd
         array = _tiled(array, keys, 1)
     elif name.endswith("out_proj.weight"):
         array = _tiled(array.T, keys, size).T
-    return name.replace("dt_bias", "dt_proj.bias"), array
+    return stored, array
 
 
 def _of_qwen3next(config: object, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:

@@ -61,17 +61,11 @@ def _smollm3(fields: Fields, count: int) -> Layers:
     """Layers whose entry of no_rope_layers is 0 do not rotate; without a list, every fourth."""
     bias = fields.flag("attention_bias", False)
     every = fields.whole("no_rope_layer_interval", 4)
-    rotates = fields.get("no_rope_layers")
-    if rotates is None:
-        rotates = [int((layer + 1) % every != 0) for layer in range(count)]
-    if (
-        not isinstance(rotates, list)
-        or len(rotates) != count
-        or any(each not in (0, 1) for each in rotates)
-    ):
+    usual = [int((layer + 1) % every != 0) for layer in range(count)]
+    rotates = fields.of_layers("no_rope_layers", count, usual)
+    if any(each not in (0, 1) for each in rotates):
         raise CheckpointError(
-            f"{fields.source}: no_rope_layers must be a list of {count} zeros and ones, "
-            f"got {rotates!r}"
+            f"{fields.source}: no_rope_layers must be zeros and ones, got {rotates!r}"
         )
     seen = windows(fields, count, lambda layer: not rotates[layer])
     return tuple(
@@ -127,10 +121,7 @@ def _granite(fields: Fields, count: int) -> Layers:
 
 def _granite4(fields: Fields, count: int) -> Layers:
     """Granite 4 without recurrent layers and experts: Granite 3, but for names of fields."""
-    kinds = fields.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != count:
-        raise CheckpointError(f"{fields.source}: layer_types must be a list of {count} names")
-    for kind in kinds:
+    for kind in fields.of_layers("layer_types", count):
         if kind not in ("attention", FULL):
             raise UnsupportedModelError(
                 f"{fields.source}: layer_types names {kind!r}, which is not supported (only "

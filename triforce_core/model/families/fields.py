@@ -55,14 +55,14 @@ class Fields:
                 + (f" (only {known})" if known else "")
             )
 
-    def of_layers(self, name: str, count: int, default: Sequence[Any]) -> list[Any]:
+    def of_layers(self, name: str, count: int, default: Sequence[Any] | None = None) -> list[Any]:
         """Return a list with a value of each layer, or the default. Raises CheckpointError."""
         value = self.get(name)
-        value = list(default) if value is None else value
+        value = list(default) if value is None and default is not None else value
         if not isinstance(value, list) or len(value) != count:
+            given = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
             raise CheckpointError(
-                f"{self.source}: {name} must be a list of {count}, one for each layer, got "
-                f"{value!r}"
+                f"{self.source}: {name} must be a list of {count}, one for each layer, got {given}"
             )
         return value
 

@@ -103,11 +103,8 @@ def _laguna(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     Of a period of layers, by default four, the first has no window. Raises CheckpointError or
     UnsupportedModelError.
     """
-    for name, only in (
-        ("expert_gating_func", _SIGMOID),
-        ("rope.dimension_count_swa", fields.get("attention.key_length")),
-    ):
-        fields.only(name, only)
+    fields.only("expert_gating_func", _SIGMOID)
+    fields.only("rope.dimension_count_swa", fields.get("attention.key_length"))
     own, count = dict(fields.raw), fields.whole("block_count")
     heads = _of_layers(fields, "attention.head_count", count)
     own["attention.head_count"] = max(heads)

@@ -82,13 +82,7 @@ def _alternating(
     """Return layers of which those that layer_types calls `recurrent` have this mixer, and the
     others attention. Raises CheckpointError or UnsupportedModelError.
     """
-    kinds = fields.get("layer_types")
-    kinds = default if kinds is None else kinds
-    if not isinstance(kinds, Sequence) or len(kinds) != len(default):
-        raise CheckpointError(
-            f"{fields.source}: layer_types must be a list of {len(default)} names, one for each "
-            f"layer, got {kinds!r}"
-        )
+    kinds = fields.of_layers("layer_types", len(default), default)
     for kind in kinds:
         if kind not in (FULL, recurrent):
             raise UnsupportedModelError(

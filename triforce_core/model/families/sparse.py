@@ -84,16 +84,16 @@ def _sparse_of_qwen(fields: Fields, count: int) -> list[bool]:
     return [(index + 1) % step == 0 and index not in dense for index in range(count)]
 
 
+def _beside_a_gated_one(fields: Fields, router: Router) -> Experts:
+    """Return experts beside a shared one, the output of which a gate scales."""
+    shared = fields.whole("shared_expert_intermediate_size")
+    return experts_of(fields, "num_experts", router, shared=shared, gated_shared=True)
+
+
 def _qwen2_moe(fields: Fields, count: int) -> Layers:
     first = fields.whole("max_window_layers", 28, least=0)
     seen = windows(fields, count, lambda index: index % 2 == 0 and index < first)
-    experts = experts_of(
-        fields,
-        "num_experts",
-        Router(normalised=fields.flag("norm_topk_prob", False)),
-        shared=fields.whole("shared_expert_intermediate_size"),
-        gated_shared=True,
-    )
+    experts = _beside_a_gated_one(fields, Router(normalised=fields.flag("norm_topk_prob", False)))
     bias, sparse = fields.flag("qkv_bias", True), _sparse_of_qwen(fields, count)
     return _alternating(fields, seen, experts, sparse, qkv_bias=bias)
 
@@ -141,24 +141,11 @@ def _ernie4_5_moe(fields: Fields, count: int) -> Layers:
 
 
 def _qwen3_5_moe(fields: Fields, count: int) -> Layers:
-    experts = experts_of(
-        fields,
-        "num_experts",
-        Router(),
-        shared=fields.whole("shared_expert_intermediate_size"),
-        gated_shared=True,
-    )
-    return qwen3_5_layers(fields, count, mlp=experts)
+    return qwen3_5_layers(fields, count, mlp=_beside_a_gated_one(fields, Router()))
 
 
 def _qwen3_next(fields: Fields, count: int) -> Layers:
-    experts = experts_of(
-        fields,
-        "num_experts",
-        Router(normalised=fields.flag("norm_topk_prob", True)),
-        shared=fields.whole("shared_expert_intermediate_size"),
-        gated_shared=True,
-    )
+    experts = _beside_a_gated_one(fields, Router(normalised=fields.flag("norm_topk_prob", True)))
     layers = qwen3_5_layers(fields, count, mlp=experts)
     dense = DenseMLP(fields.whole("intermediate_size"), experts.activation)
     return tuple(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.layers import Keeps, LayerSpec
-from triforce_offload.errors import CheckpointError, UnsupportedModelError
+from triforce_offload.errors import UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -56,15 +56,9 @@ def layer_types(fields: Fields, count: int) -> list[str] | None:
 
     Raises CheckpointError or UnsupportedModelError.
     """
-    kinds = fields.get("layer_types")
-    if kinds is None:
+    if fields.get("layer_types") is None:
         return None
-    if not isinstance(kinds, list) or len(kinds) != count:
-        given = f"a list of {len(kinds)}" if isinstance(kinds, list) else repr(kinds)
-        raise CheckpointError(
-            f"{fields.source}: layer_types must be a list of {count} names, one for each layer, "
-            f"got {given}"
-        )
+    kinds = fields.of_layers("layer_types", count)
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise UnsupportedModelError(

@@ -136,10 +136,10 @@ class DividedDeltaNet:
             return _columns(own, whole.value_dim)
         # Of each key head the first value heads come first, then the second ones, ...
         first = own.start % (whole.value_heads // whole.key_heads)
+        starts = [(first + each) * whole.key_heads for each in range(len(own) // len(keys))]
         return tuple(
-            _columns(range(at + keys.start, at + keys.stop), whole.value_dim)
-            for each in range(len(own) // len(keys))
-            for at in [(first + each) * whole.key_heads]
+            _columns(range(start + keys.start, start + keys.stop), whole.value_dim)
+            for start in starts
         )
 
 
