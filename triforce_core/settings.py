@@ -29,6 +29,8 @@ EXACT, INT4, INT8 = "exact", "int4", "int8"
 DRAFT_WEIGHTS = (AUTO, EXACT, INT4, SPLIT)
 DRAFT_KV = (AUTO, EXACT, INT8)
 NGRAM, MTP, NO_DRAFTER = "ngram", "mtp", "none"
+# In `triforce plan` alone: an EAGLE-3 head of the usual shape.
+EAGLE3 = "eagle3"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
@@ -97,8 +99,7 @@ class MethodSettings:
     method: "triforce", "speculative" (the drafter proposes directly to the target) or
         "autoregressive"
     draft: "auto" (the model's MTP head if it has one, else n-grams), "ngram", "mtp", "none", or the
-        path or hub id of a draft model with the same
-        vocabulary
+        path or hub id of a draft model with the same vocabulary, or of an EAGLE-3 head
     draft_tokens: number of draft tokens that a pass verifies at most; "auto" chooses it at run time
     tree: number of tokens of a tree draft for the target; `draft_tokens` then limits the depth of
         the tree. "auto" lets the retrieval level draft trees where something streams and `accept`

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_TORCH_NAMES = _DTYPES | {"F64": "float64", "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
+_TORCH_NAMES = _DTYPES | {
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "I64": "int64",
+}
 # Number of elements that are read at a time when they are converted.
 _CHUNK_ELEMENTS = 4 << 20
 
@@ -67,7 +72,8 @@ class SafetensorsSource:
         file, stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
             raise UnsupportedModelError(
-                f"{file.path}: {name} is {stored.dtype}, supported are {', '.join(_TORCH_NAMES)}"
+                f"{file.path}: {name} is {stored.dtype}, supported are "
+                f"{', '.join(each for each in _TORCH_NAMES if each != 'I64')}"
             )
         return stored.shape
 

@@ -221,6 +221,22 @@ def test_a_download_is_announced_with_its_size_before_it_begins(
     assert str(download).startswith("downloading Qwen/Qwen3-8B: 1000 B to")
 
 
+def test_a_head_is_downloaded_in_the_format_in_which_many_are_published(
+    home: Path, sound: Path, hub_of: Callable[[int], list[Any]]
+) -> None:
+    asked = hub_of(1000)
+    config = sound / "hf" / "config.json"
+    before = config.read_text()
+    try:
+        config.write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+        assert resolve("someone/a-head") == sound / "hf"
+    finally:
+        config.write_text(before)
+    assert "pytorch_model.bin" in asked[1][1]
+    resolve("qwen3-8b")
+    assert "pytorch_model.bin" not in asked[3][1]
+
+
 def test_a_download_that_the_disk_has_no_room_for_does_not_begin(
     home: Path, hub_of: Callable[[int], list[Any]]
 ) -> None:

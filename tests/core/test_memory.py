@@ -9,6 +9,7 @@ import gguf
 import pytest
 import torch
 from allocations import allocated_peak
+from eagle3_heads import Made, RandomHead
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, add_head, make_model, placed, random_ids, turns
 from safetensors.torch import load_file, save_file
@@ -46,6 +47,7 @@ METHODS = [
     # Models whose layers have different heads, or a state, do not draft.
     *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "retrieval")),
     ("qwen3_5", "mtp"),
+    *product(("llama", "gpt-oss-moe"), ("eagle3",)),
     *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe", "laguna-moe"), ("autoregressive", "ngram")),
 ]
 
@@ -74,12 +76,14 @@ def test_accounted_bytes_cover_what_is_allocated(
     choose_the_same_experts(tmp_path / "model.safetensors")
     if method == "mtp":
         add_head(tmp_path, model)
+    head = RandomHead(model, tmp_path / "head", Made(embeds=family == "llama")).directory
     options = {
         "autoregressive": {"method": "autoregressive"},
         "ngram": {"draft": "ngram", "budget": 256},
         "model": {"draft": tmp_path, "budget": 64, "draft_tokens": 12},
         "retrieval": {"draft": "none", "budget": 1024},
         "mtp": {"draft": "mtp", "budget": 256},
+        "eagle3": {"draft": head, "budget": 256},
     }[method]
     stats = {}
 

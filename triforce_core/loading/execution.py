@@ -8,12 +8,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-import torch
-
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.decoding.contexts.models import Models, SmallModel
 from triforce_core.loading.devices import check_processor
-from triforce_core.loading.layer_source import LayerSource, Readable
+from triforce_core.loading.layer_source import LayerSource, Readable, ReadableDrafter, ReadableHead
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.heads.head import HEADS, Head, OwnTensors
 from triforce_core.model.rope import Rope
 from triforce_core.model.sharing.divided import divided
 from triforce_core.model.sharing.share import Share
@@ -34,6 +34,7 @@ from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
 from triforce_offload.weights.formats import dtype_name
 from triforce_offload.weights.int4_copies import RECIPE, Int4Copies
+from triforce_offload.weights.layouts import FlatLayout, Views
 from triforce_offload.weights.store import WeightStore
 
 # Called with the name of a phase, the steps done and the number of steps. Calls come from one
@@ -46,13 +47,13 @@ class Execution:
     """The inputs for executing a plan on one rank, with an open device.
 
     checkpoint: this rank's share of the weights
-    drafter: checkpoint of the draft model, or None
+    drafter: checkpoint of the draft model or the head, or None
     share: this rank's share of the model; None if one rank has the whole model
     resources: closes everything that was created; the models take it over
     """
 
     checkpoint: Readable
-    drafter: Readable | None
+    drafter: ReadableDrafter | None
     resolved: Resolved
     memory: DeviceMemory
     host: HostMemory
@@ -165,7 +166,7 @@ class Execution:
         return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)
 
     def _small_model(self, target: Model) -> SmallModel | None:
-        """Load the draft model, or the target's MTP head, all of it onto the device."""
+        """Load the draft model or the head, all of it onto the device."""
         if (checkpoint := self.drafter) is None:
             return None
         config, memory = self.resolved.sizes.drafter, self.memory
@@ -174,7 +175,7 @@ class Execution:
         layouts = drafter_layouts(config, like.dtype)
         with ExitStack() as stack:
             if config.layers[0].joins:
-                model = target.continued(config, self._norm(checkpoint, layouts, stack))
+                model = self._head(checkpoint, config, layouts, target, stack)
             else:
                 ends = self._ends(checkpoint, layouts, stack, embedding_resident=True)
                 rope = Rope(config, memory.device, checkpoint.rope_factors(), window)
@@ -194,13 +195,34 @@ class Execution:
         self.resources.callback(small.resources.close)
         return small
 
-    def _norm(self, head: Readable, layouts: Layouts, stack: ExitStack) -> torch.Tensor:
-        """Load the final norm of an MTP head."""
-        allocation = self.memory.allocate(layouts.head.nbytes, "head")
+    def _head(
+        self,
+        checkpoint: ReadableHead,
+        config: ModelConfig,
+        layouts: Layouts,
+        target: Model,
+        stack: ExitStack,
+    ) -> Head:
+        """Load what a head has of its own outside its layer."""
+        tensors = self._tensors(checkpoint, layouts.head, "head", stack)
+        embedding = None
+        if (layout := layouts.embedding) is not None:
+            embedding = self._tensors(checkpoint, layout, "embedding", stack)["embedding"]
+        tokens = checkpoint.tokens()
+        tokens = None if tokens is None else tokens.to(self.memory.device)
+        own = OwnTensors(tensors, embedding, tokens)
+        return HEADS[type(config.layers[0].joins)](config, target, own)
+
+    def _tensors(
+        self, checkpoint: Readable, layout: FlatLayout, purpose: str, stack: ExitStack
+    ) -> Views:
+        """Load tensors outside the layers onto the device."""
+        allocation = self.memory.allocate(layout.nbytes, purpose)
         stack.callback(self.memory.free, allocation)
-        norm = layouts.head.views(allocation.bytes)["norm"]
-        head.read("norm", norm)
-        return norm
+        tensors = layout.views(allocation.bytes)
+        for name, view in tensors.items():
+            checkpoint.read(name, view)
+        return tensors
 
     def _ends(
         self,
@@ -211,22 +233,14 @@ class Execution:
         embedding_resident: bool,
     ) -> Ends:
         """Load the head, and the embedding if it is a separate matrix."""
-        memory = self.memory
-        allocation = memory.allocate(layouts.head.nbytes, "head")
-        stack.callback(memory.free, allocation)
-        tensors = layouts.head.views(allocation.bytes)
-        for name, view in tensors.items():
-            checkpoint.read(name, view)
-        embedding = tensors["head"]
-        if (layout := layouts.embedding) is not None:
-            if embedding_resident:
-                resident = memory.allocate(layout.nbytes, "embedding")
-                stack.callback(memory.free, resident)
-                buffer = resident.bytes
-            else:
-                arena = self.host.arena(layout.nbytes, pin=False)
-                stack.callback(arena.close)
-                buffer = arena.bytes
-            embedding = layout.views(buffer)["embedding"]
+        tensors = self._tensors(checkpoint, layouts.head, "head", stack)
+        if (layout := layouts.embedding) is None:
+            embedding = tensors["head"]
+        elif embedding_resident:
+            embedding = self._tensors(checkpoint, layout, "embedding", stack)["embedding"]
+        else:
+            arena = self.host.arena(layout.nbytes, pin=False)
+            stack.callback(arena.close)
+            embedding = layout.views(arena.bytes)["embedding"]
             checkpoint.read("embedding", embedding)
         return Ends(embedding, tensors["norm"], tensors["head"])

@@ -50,12 +50,31 @@ class Readable(Protocol):
     def close(self) -> None: ...
 
 
+class ReadableHead(Protocol):
+    """The source of the weights of a head, see `model.joins`."""
+
+    config: ModelConfig
+
+    def read_layer(self, layer: int, views: Views) -> None: ...
+
+    def read(self, name: str, into: Weight) -> None: ...
+
+    def tokens(self) -> torch.Tensor | None:
+        """Return the model's token of each token of the head's output, [vocab] int64; None if they
+        are the same.
+        """
+
+
+# What drafts: a model of its own, or a head.
+ReadableDrafter = Readable | ReadableHead
+
+
 class LayerSource:
     """A loader of layers, which also creates their int4 draft copies."""
 
     def __init__(
         self,
-        checkpoint: Readable,
+        checkpoint: ReadableDrafter,
         memory: DeviceMemory,
         layouts: Sequence[FlatLayout],
         int4_copies: Int4Copies | None = None,

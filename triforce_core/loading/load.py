@@ -20,7 +20,8 @@ from triforce_core.loading.devices import (
     set_threads,
 )
 from triforce_core.loading.execution import Execution, Progress
-from triforce_core.loading.layer_source import Readable
+from triforce_core.loading.layer_source import Readable, ReadableDrafter, ReadableHead
+from triforce_core.model.checkpoints.eagle3 import Eagle3Checkpoint
 from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Share, mlp_unit
@@ -45,7 +46,7 @@ def load(
     checkpoint: Readable,
     config: EngineConfig,
     max_context: int,
-    drafter: Readable | None,
+    drafter: ReadableDrafter | None,
     progress: Progress,
     ranks: Ranks | None = None,
 ) -> Models:
@@ -59,6 +60,8 @@ def load(
     ranks, unsplit = ranks or Alone(), frozenset[str]()
     if drafter is None and config.method.may_use_head:
         drafter = _head(checkpoint, config)
+    elif isinstance(drafter, Eagle3Checkpoint):
+        drafter = _checked(drafter, config).on_ranks(ranks.count, checkpoint)
     while True:
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
@@ -87,7 +90,7 @@ def _load(
     checkpoint: Readable,
     config: EngineConfig,
     max_context: int,
-    drafter: Readable | None,
+    drafter: ReadableDrafter | None,
     progress: Progress,
     ranks: Ranks,
     unsplit: frozenset[str],
@@ -116,7 +119,7 @@ def _load(
         )
         pieces = storable_pieces(checkpoint.pieces, sizes)
 
-        def asked(drafter: Readable | None) -> ModelSizes:
+        def asked(drafter: ReadableDrafter | None) -> ModelSizes:
             with_drafter = replace(sizes, drafter=drafter and _as_drafter(drafter.config))
             return with_asked_formats(with_drafter, config, pieces, room, unsplit)
 
@@ -124,7 +127,7 @@ def _load(
         stack.callback(memory.close)
         hardware = rates(device, dtype, link.bandwidth)
 
-        def resolved(drafter: Readable | None, agreed: Callable[[int], int]) -> Resolved:
+        def resolved(drafter: ReadableDrafter | None, agreed: Callable[[int], int]) -> Resolved:
             available = replace(room, device_bytes=memory.available_bytes)
             return resolve(
                 *(asked(drafter), config, available, pieces, unsplit),
@@ -146,11 +149,11 @@ def _load(
 
 
 def _with_drafter(
-    resolved: Callable[[Readable | None, Callable[[int], int]], Resolved],
-    drafter: Readable | None,
+    resolved: Callable[[ReadableDrafter | None, Callable[[int], int]], Resolved],
+    drafter: ReadableDrafter | None,
     config: EngineConfig,
     ranks: Ranks,
-) -> tuple[Resolved, Readable | None]:
+) -> tuple[Resolved, ReadableDrafter | None]:
     """Return the plan and the drafter. If several ranks share the model, an MTP head that was not
     asked for is left out, with a warning, if one of them has no room for its part.
 
@@ -166,7 +169,7 @@ def _with_drafter(
     return resolved(drafter, ranks.least), drafter
 
 
-def _may_leave_out(drafter: Readable | None, config: EngineConfig) -> bool:
+def _may_leave_out(drafter: ReadableDrafter | None, config: EngineConfig) -> bool:
     return isinstance(drafter, MtpHead) and str(config.method.draft) != MTP
 
 
@@ -209,7 +212,7 @@ def _if_all_fit(
         return None
 
 
-def _head(checkpoint: Readable, config: EngineConfig) -> Readable | None:
+def _head(checkpoint: Readable, config: EngineConfig) -> ReadableHead | None:
     """Return the model's MTP head, None if it cannot draft and need not. Raises UsageError."""
     head, why = getattr(checkpoint, "mtp_head", None), None
     if head is None:
@@ -221,6 +224,14 @@ def _head(checkpoint: Readable, config: EngineConfig) -> Readable | None:
     if str(config.method.draft) == MTP:
         raise UsageError(f"--draft mtp: {why}; use --draft ngram")
     return None
+
+
+def _checked(head: Eagle3Checkpoint, config: EngineConfig) -> Eagle3Checkpoint:
+    """Return a head that can draft as it is asked to. Raises UsageError for others."""
+    if config.method.fixed_tree is not None:
+        name = head.config.layers[0].joins.in_words
+        raise UsageError(f"--draft: an {name} drafts chains, and no trees")
+    return head
 
 
 def _as_drafter(config: ModelConfig) -> ModelConfig:

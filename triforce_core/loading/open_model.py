@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triforce_core.model.checkpoints.eagle3 import eagle3_at, open_eagle3
 from triforce_core.model.found.hub import Announce
 from triforce_core.model.found.names import resolve, silently
 from triforce_core.model.tokenizing.tokenizer import (
@@ -53,15 +54,28 @@ class OpenModel:
             raise
         return cls(str(model), checkpoint, tokenizer, time.perf_counter() - began)
 
-    def check_drafter(self, drafter: OpenModel) -> None:
-        """Raise UsageError if the drafter has another vocabulary than this model."""
-        check_same_vocabulary(
-            str(drafter.checkpoint.path),
-            drafter.tokenizer,
-            drafter.checkpoint.config.vocab,
-            self.tokenizer,
-            self.checkpoint.config.vocab,
-        )
+    def drafter(self, model: str | Path) -> Checkpoint:
+        """Open a draft model for this model, or an EAGLE-3 head.
+
+        model: see `at`
+        Raises UsageError, also if a draft model has another vocabulary, or as `at` does.
+        """
+        path = resolve(model, silently)
+        if path.is_dir() and eagle3_at(path) is not None:
+            return open_eagle3(path, self.checkpoint.config)
+        drafter = OpenModel.at(path)
+        try:
+            check_same_vocabulary(
+                str(drafter.checkpoint.path),
+                drafter.tokenizer,
+                drafter.checkpoint.config.vocab,
+                self.tokenizer,
+                self.checkpoint.config.vocab,
+            )
+        except BaseException:
+            drafter.close()
+            raise
+        return drafter.checkpoint
 
     def close(self) -> None:
         self.checkpoint.close()

@@ -125,15 +125,14 @@ def start(
             )
         drafter = None
         if config.method.drafts and config.method.draft_model is not None:
-            drafter = files.enter_context(OpenModel.at(config.method.draft_model))
-            model.check_drafter(drafter)
+            drafter = model.drafter(config.method.draft_model)
+            files.callback(drafter.close)
         if plan is not None:
             device = device_name(open_device(config.machine.device))
             plan.check(model.name, checkpoint.config, device)
         ranks = start_ranks(checkpoint, config, context)
         try:
-            drafts = drafter and drafter.checkpoint
-            models = load(checkpoint, config, context, drafts, progress, ranks)
+            models = load(checkpoint, config, context, drafter, progress, ranks)
         except BaseException:
             ranks.abandon()
             raise

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from triforce_core.model.described import Described, Shapes
 from triforce_core.model.feed_forward import MLP
+from triforce_core.model.heads.joins import Join
 from triforce_offload.errors import CheckpointError
 
 _MAX_HEAD_DIM = 1024
@@ -254,8 +255,7 @@ class LayerSpec(Described):
     residual_scale: factor of what the mixer and the MLP add to the hidden states
     parallel: whether the MLP has the same input and norm as the mixer, and does not follow it
     output_scale: whether the hidden states after the layer are multiplied by a number of its own
-    joins: whether the layer's input is joined from a token's embedding and another model's hidden
-        state of the token before: the layer is an MTP head
+    joins: how it joins tokens with hidden states of another model, if the layer is a head
     """
 
     _NEWER = frozenset({"norms", "residual_scale", "parallel", "output_scale", "joins"})
@@ -266,7 +266,7 @@ class LayerSpec(Described):
     residual_scale: float = 1.0
     parallel: bool = False
     output_scale: bool = False
-    joins: bool = False
+    joins: Join | None = None
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
@@ -276,9 +276,6 @@ class LayerSpec(Described):
         before = (hidden,) if self.norms.before else None
         after = (hidden,) if self.norms.after else None
         shapes = {
-            "token_norm": (hidden,) if self.joins else None,
-            "state_norm": (hidden,) if self.joins else None,
-            "join": (hidden, 2 * hidden) if self.joins else None,
             "input_norm": before,
             **self.mixer.shapes(hidden),
             "mixer_norm": after,
@@ -287,7 +284,8 @@ class LayerSpec(Described):
             "mlp_norm": after,
             "output_scale": (1,) if self.output_scale else None,
         }
-        return {name: shape for name, shape in shapes.items() if shape is not None}
+        found = {name: shape for name, shape in shapes.items() if shape is not None}
+        return self.joins.of_layer(found, hidden) if self.joins else found
 
     def products(self, hidden: int) -> Shapes:
         """Return the shapes of the matrices that a token is multiplied by, by tensor: of experts

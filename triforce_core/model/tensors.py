@@ -146,13 +146,16 @@ def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
 
 
 def drafter_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
-    """Return layouts of what a draft model has of its own: an MTP head uses the embedding and the
-    output matrix of the model that it continues.
+    """Return layouts of what a draft model has of its own: heads use parts of the model that they
+    continue.
     """
-    layouts = dense_layouts(config, dtype)
-    if not config.layers[0].joins:
+    layouts, joins = dense_layouts(config, dtype), config.layers[0].joins
+    if joins is None:
         return layouts
-    return replace(layouts, head=_dense({"norm": (config.hidden,)}, dtype), embedding=None)
+    ends = joins.ends(config.hidden, config.vocab)
+    embedding = joins.embedding(config.hidden)
+    embedded = _dense(embedding, dtype) if embedding else None
+    return replace(layouts, head=_dense(ends, dtype), embedding=embedded)
 
 
 def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> Layouts:

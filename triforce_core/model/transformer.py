@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from triforce_core.model.config import ModelConfig
+from triforce_core.model.config import ModelConfig, RotationKind
 from triforce_core.model.elsewhere import CacheElsewhere, batch_on, device_of, moved
+from triforce_core.model.heads.taps import Taps
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.mixers import mixer_layer
 from triforce_core.model.mlps import mlp_layer
@@ -52,7 +53,9 @@ class Model:
     of the embeddings and one gathering of logits.
 
     config: config of this rank's share
+    ends: weights before the first layer and after the last
     device: device that computes
+    ranks: those that share the model
     """
 
     def __init__(
@@ -70,15 +73,15 @@ class Model:
         self._same_bits = same_bits
         self.rope = rope
         self.device = device
-        self._ends = ends
-        self._ranks = ranks or Alone()
+        self.ends = ends
+        self.ranks = ranks or Alone()
         self._embedding_scale = config.embedding_scale
         if config.embedding_scale != 1:
             # As in transformers' Gemma, the factor is rounded to the dtype of the embeddings.
             self._embedding_scale = float(torch.tensor(config.embedding_scale).to(ends.norm.dtype))
         self._norm = Norm(config.norm_kind, config.norm_eps)
         self._mixers = [
-            mixer_layer(spec, self._norm, place, self._ranks)
+            mixer_layer(spec, self._norm, place, self.ranks)
             for spec, place in zip(config.layers, config.kv_places, strict=True)
         ]
         self._mlps = [mlp_layer(spec, self._norm) for spec in config.layers]
@@ -109,7 +112,7 @@ class Model:
         """Whether a recorded forward takes embeddings instead of tokens: the host looks them up, or
         ranks do, of which each may have its part in host memory.
         """
-        return self._ranks.count > 1 or self._ends.embedding.device != self.device
+        return self.ranks.count > 1 or self.ends.embedding.device != self.device
 
     def forward(
         self,
@@ -120,20 +123,19 @@ class Model:
         embedded: torch.Tensor | None = None,
         chunk: int | None = None,
         each_layer: Callable[[int], None] | None = None,
-        states: torch.Tensor | None = None,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         """Run a forward batch. Return hidden states before the final norm, [rows, hidden].
 
         embedded: what `embed` returns for the tokens, which become the hidden states in place
-        states: of a model that continues another one (`LayerSpec.joins`), the other's hidden states
-            of the tokens before, [rows, hidden]
         chunk: number of rows that a layer computes at a time, None for all; the weights of each
             layer are requested once either way
         each_layer: called after each layer with its index
+        taps: takes copies of hidden states between layers
         """
         with same_bits(self._same_bits):
             hidden = self.embed(batch.tokens) if embedded is None else embedded
-            return self._forward(hidden, batch, weights, cache, chunk, each_layer, states)
+            return self._forward(hidden, batch, weights, cache, chunk, each_layer, taps)
 
     def _forward(
         self,
@@ -143,19 +145,15 @@ class Model:
         cache: Cache,
         chunk: int | None,
         each_layer: Callable[[int], None] | None,
-        states: torch.Tensor | None,
+        taps: Taps | None,
     ) -> torch.Tensor:
         """`forward`."""
-        if states is not None:
-            with weights.layer(0) as layer:
-                hidden = self._joined(layer, hidden, states)
-        batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
-        parts = {None: list(batch.parts(chunk))} | {
-            kind: list(replace(batch, rotation=rotation).parts(chunk))
-            for kind, rotation in self.rope.rotations(batch.positions, hidden).items()
-        }
+        rotated = self._rotated(batch, hidden)
+        parts = {kind: list(each.parts(chunk)) for kind, each in rotated.items()}
         here, through = hidden.device, CacheElsewhere(cache, hidden.device)
         for index, spec in enumerate(self.config.layers):
+            if taps is not None:
+                taps.take(index, hidden)
             with weights.layer(index) as layer:
                 hidden = moved(hidden, there := device_of(layer))
                 for part in parts[self.config.rotation_of(spec.mixer)]:
@@ -163,6 +161,8 @@ class Model:
                     self._layer(index, layer, rows, cache if there == here else through, part)
             if each_layer is not None:
                 each_layer(index)
+        if taps is not None:
+            taps.take(len(self.config.layers), hidden)
         return moved(hidden, here)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -178,61 +178,77 @@ class Model:
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return hidden states [tokens, hidden] after the final norm."""
-        return self._norm(hidden, self._ends.norm)
+        return self._norm(hidden, self.ends.norm)
 
     def no_states(self) -> torch.Tensor:
         """Return hidden states of no tokens, [0, hidden]."""
-        return self._ends.norm.new_empty(0, self.config.hidden)
+        return self.ends.norm.new_empty(0, self.config.hidden)
+
+    def taps(self, layers: Sequence[int], rows: int | Sequence[range]) -> Taps | None:
+        """Return taps for a forward over so many rows, or of which some rows are copied; None if no
+        layer is tapped.
+        """
+        if not layers:
+            return None
+        count = rows if isinstance(rows, int) else sum(map(len, rows))
+        states = self.ends.norm.new_empty(count, len(layers) * self.config.hidden)
+        return Taps(layers, states, None if isinstance(rows, int) else rows)
 
     def scores(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [tokens, vocab] for normed hidden states, as `logits` does."""
-        ends = self._ends
+        ends = self.ends
         with same_bits(self._same_bits):
             part = linear(normed, ends.head).float()
         if self.config.logit_scale != 1:
             part *= self.config.logit_scale
         if (cap := self.config.logit_cap) is not None:
             part = tanh(part.div_(cap)).mul_(cap)
-        return self._ranks.gather(part, ends.widths)
+        return self.ranks.gather(part, ends.widths)
 
-    def continued(self, config: ModelConfig, norm: torch.Tensor) -> Model:
-        """Return a model that continues this one, with the same embedding and output matrix.
-
-        config: config of the other model. norm: weights of its final norm, [hidden]
-        """
-        return Model(config, replace(self._ends, norm=norm), self.rope, self.device, self._ranks)
-
-    def _joined(self, w: Views, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return what tokens' embeddings and states, [rows, hidden] each, become for the layer."""
-        both = self._norm(hidden, w["token_norm"]), self._norm(states, w["state_norm"])
-        return linear(torch.cat(both, 1), w["join"])
+    def _rotated(
+        self, batch: ForwardBatch, hidden: torch.Tensor
+    ) -> dict[RotationKind | None, ForwardBatch]:
+        """Return the batch as each kind of layer takes it. hidden: gives dtype and device"""
+        batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
+        rotations = self.rope.rotations(batch.positions, hidden)
+        kinds = {kind: replace(batch, rotation=each) for kind, each in rotations.items()}
+        return {None: batch, **kinds}
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows of the embedding [tokens, hidden]."""
-        ends = self._ends
+        ends = self.ends
         rows, dtype = tokens, ends.norm.dtype
         if tokens.device != ends.embedding.device:
             rows = come(tokens).to(ends.embedding.device)
-        if self._ranks.count == 1:
+        if self.ranks.count == 1:
             return lookup(ends.embedding, rows, dtype).to(self.device)
         rows = rows - ends.first
         last = ends.embedding.shape[0] - 1
         elsewhere = (rows < 0) | (rows > last)
         hidden = lookup(ends.embedding, rows.clamp(0, last), dtype)
         hidden = hidden.masked_fill_(elsewhere.unsqueeze(1), 0)
-        return self._ranks.sum(hidden.to(self.device))
+        return self.ranks.sum(hidden.to(self.device))
 
     def _layer(
-        self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+        self,
+        index: int,
+        w: Views,
+        hidden: torch.Tensor,
+        cache: Cache,
+        batch: ForwardBatch,
+        mixes: torch.Tensor | None = None,
     ) -> None:
         """Add the mixer and the MLP of one layer to `hidden` [rows, hidden], in place.
 
         Each computes its own norm, so its temporaries are freed before the next one begins.
+
+        mixes: input of the mixer, if it is not `hidden`
         """
         spec = self.config.layers[index]
-        mixed = self._ranks.sum(self._mixers[index](w, hidden, cache, batch))
+        mixes = hidden if mixes is None else mixes
+        mixed = self.ranks.sum(self._mixers[index](w, mixes, cache, batch))
         mixed = self._added(spec, w.get("mixer_norm"), mixed)
-        computed = self._ranks.sum(self._mlps[index](w, hidden, mixed))
+        computed = self.ranks.sum(self._mlps[index](w, hidden, mixed))
         hidden += self._added(spec, w.get("mlp_norm"), computed)
         if spec.output_scale:
             hidden *= w["output_scale"]

@@ -33,10 +33,26 @@ def small_model_parts_bytes(
     """Return the device bytes of a draft model and of its windows, without its temporaries."""
     tokens = window_tokens(config, max_draft_tokens)
     window = dense_bytes(small_model_shape(config, like), tokens)
-    if config.layers[0].joins:
-        # Hidden states of the tokens of the window, and a copy of them.
-        window += 2 * (tokens + SINKS) * config.hidden * like.dtype.itemsize
-    return drafter_layouts(config, like.dtype).nbytes + windows * window
+    parts = drafter_layouts(config, like.dtype).nbytes
+    if joins := config.layers[0].joins:
+        window += head_states_bytes(config, tokens, max_draft_tokens, like.dtype.itemsize)
+        # The model's token of each token of the head.
+        parts += 8 * config.vocab if joins.owns_ends else 0
+    return parts + windows * window
+
+
+def head_states_bytes(
+    config: ModelConfig, window: int, max_draft_tokens: int, itemsize: int
+) -> int:
+    """Return the device bytes of the states that a head drafts from, with the hidden states that it
+    takes from a pass and from recorded forwards of the retrieval level, or from a prompt.
+
+    window: capacity of the head's cache
+    """
+    rows = max_draft_tokens + 1 + 2 * LONGEST_RECORDED
+    tapped = max(rows, window + SINKS) * config.layers[0].joins.tapped_width(config.hidden)
+    # States of the tokens of the window, those before them, and a copy.
+    return (tapped + 3 * (window + SINKS) * config.hidden) * itemsize
 
 
 def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:

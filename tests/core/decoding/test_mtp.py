@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.drafters.mtp import MtpDrafter
+from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_core.loading import execution
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError, UsageError
@@ -86,7 +86,7 @@ class TheirHead:
         return self._model.lm_head(hidden)[0, -1]
 
 
-def proposed(drafter: MtpDrafter, text: list[int]) -> torch.Tensor:
+def proposed(drafter: HeadDrafter, text: list[int]) -> torch.Tensor:
     return drafter.forward(drafter.catch_up(Text(text), 5))[0]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle3_heads import Made, RandomHead
 from exact_distributions import PROMPT, TOKENS, VOCAB, distribution_of_engine, drawing, outcomes
 from helpers import BLOCK, PLACEMENTS, add_head, make_model, turns
 from law_tests import LEAST_P, p_value
@@ -46,6 +47,11 @@ WITH_HEAD: dict[str, dict[str, object]] = {
     "mtp": {"method": "speculative", "draft": "mtp", "draft_tokens": 2},
     "retrieval, mtp": {"draft": "mtp", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
 }
+# Likewise, a head in files of its own that knows half of the tokens.
+WITH_EAGLE3: dict[str, dict[str, object]] = {
+    "eagle3": {"method": "speculative", "draft": "{head}", "draft_tokens": 2},
+    "retrieval, eagle3": {"draft": "{head}", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
+}
 OPTIONS = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}
 SAMPLES = 2_000
 
@@ -59,6 +65,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[P
         model = make_model(family, path, **SIZES | own)
         if family == "qwen3_5":
             add_head(path, model)
+        if family == "gemma3":
+            RandomHead(model, path / "head", Made(tokens=VOCAB // 2, tapped=(0, 1)))
         with Engine.from_pretrained(path, method="autoregressive", **OPTIONS) as plain:
             found[family] = path, distribution_of_engine(plain)
     return found
@@ -83,14 +91,16 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for way in turns(WAYS, index, 1)
         ),
         *(pytest.param("qwen3_5", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_HEAD),
+        *(pytest.param("gemma3", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_EAGLE3),
     ],
 )
 def test_three_tokens_have_the_exact_distribution(
     distributions, drafter: Path, family: str, way: str, samples: int
 ) -> None:
     path, exact = distributions[family]
-    options = dict((WAYS | WITH_HEAD)[way])
-    options["draft"] = str(options.get("draft", "ngram")).format(drafter=drafter)
+    options = dict((WAYS | WITH_HEAD | WITH_EAGLE3)[way])
+    draft = str(options.get("draft", "ngram"))
+    options["draft"] = draft.format(drafter=drafter, head=path / "head")
     assert exact.max() < 0.3, "no text is certain"
     counts: Counter = Counter()
     accepted: Counter = Counter()

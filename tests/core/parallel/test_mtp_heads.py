@@ -12,7 +12,7 @@ from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
 
 from triforce_core.decoding.contexts.calls import RunHead
-from triforce_core.decoding.drafters.mtp import MtpDrafter
+from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_core.loading import load
 from triforce_offload.errors import DoesNotFitError
 
@@ -41,13 +41,13 @@ def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The logits of the first rank's head, in order."""
-    logits, forward = [], MtpDrafter.forward
+    logits, forward = [], HeadDrafter.forward
 
-    def recorded(drafter: MtpDrafter, tokens: torch.Tensor) -> torch.Tensor:
+    def recorded(drafter: HeadDrafter, tokens: torch.Tensor) -> torch.Tensor:
         logits.append(forward(drafter, tokens).clone())
         return logits[-1]
 
-    monkeypatch.setattr(MtpDrafter, "forward", recorded)
+    monkeypatch.setattr(HeadDrafter, "forward", recorded)
     return logits
 
 
@@ -87,10 +87,10 @@ def test_drafts_that_are_accepted_in_part_leave_all_ranks_alike(
     path, model = headed
     prompt = random_ids(PROMPT)
     text = prompt + transformers_text(model, prompt)
-    run, drafters, places = MtpDrafter.run, {}, {}
+    run, drafters, places = HeadDrafter.run, {}, {}
 
     def mostly_right(
-        drafter: MtpDrafter, tokens: torch.Tensor, start: tuple[int, ...] | None
+        drafter: HeadDrafter, tokens: torch.Tensor, start: tuple[int, ...] | None
     ) -> torch.Tensor:
         logits, drafters[threading.get_ident()] = run(drafter, tokens, start), drafter
         if logits.shape[1]:
@@ -101,7 +101,7 @@ def test_drafts_that_are_accepted_in_part_leave_all_ranks_alike(
                 logits[0, text[place]] += 100
         return logits
 
-    monkeypatch.setattr(MtpDrafter, "run", mostly_right)
+    monkeypatch.setattr(HeadDrafter, "run", mostly_right)
     accepted = []
     for count in (1, 3):
         drafters.clear()

@@ -296,7 +296,8 @@ def _add_method(group: Options) -> None:
     add(
         "draft",
         "the drafter: ngram looks tokens up in the text, mtp is the model's own MTP head, MODEL is "
-        "a small model with the same vocabulary; auto is mtp if the files have a head, else ngram",
+        "a small model with the same vocabulary or an EAGLE-3 head; auto is mtp if the files have "
+        "a head, else ngram",
         metavar="auto|ngram|mtp|none|MODEL",
     )
     add(

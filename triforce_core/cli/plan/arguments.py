@@ -123,8 +123,9 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     add("--method", choices=METHODS, help="method to plan (default: the fastest)")
     add(
         "--draft",
-        metavar="ngram|mtp|none|MODEL",
-        help="drafter (default: the MTP head of models that have one, else n-grams)",
+        metavar="ngram|mtp|eagle3|none|MODEL",
+        help="drafter: MODEL is a small model or an EAGLE-3 head, eagle3 a head of the usual shape "
+        "(default: the MTP head of models that have one, else n-grams)",
     )
     add("--budget", type=int, metavar="TOKENS", help="tokens in the retrieval cache")
     add("--draft-tokens", type=int, metavar="N", help="tokens drafted for each pass")

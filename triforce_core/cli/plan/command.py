@@ -13,8 +13,11 @@ from triforce_core.cli.plan.plot import plot
 from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import say
+from triforce_core.model.checkpoints.eagle3 import eagle3_at, planned_eagle3, typical_eagle3
 from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.found.hub import cached
+from triforce_core.model.found.names import local
 from triforce_core.model.known.shapes import read_model, read_shape
 from triforce_core.model.tensors import kv_shape, matrices
 from triforce_core.plan.formats import element_type
@@ -34,6 +37,7 @@ from triforce_core.settings import (
     AUTO,
     DEFAULT_BUDGET,
     DENSE,
+    EAGLE3,
     MOST_DRAFT_TOKENS,
     MTP,
     NGRAM,
@@ -154,8 +158,8 @@ def _host_compute(args: argparse.Namespace, gpus: int) -> float | str:
 
 
 def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
-    """Return the shape of the draft model or of the model's MTP head, or None without one. Raises
-    UsageError.
+    """Return the shape of the draft model or of the head, or None without one. Raises UsageError
+    or CheckpointError.
     """
     if draft in (AUTO, NGRAM, NO_DRAFTER):
         return None
@@ -163,6 +167,11 @@ def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
         if not publishes_head(config):
             raise UsageError(f"--draft mtp: {config.family} models have no MTP head that is known")
         return mtp_config(config)
+    if draft == EAGLE3:
+        return typical_eagle3(config)
+    path = local(draft) or cached(str(draft))
+    if path is not None and path.is_dir() and (raw := eagle3_at(path)) is not None:
+        return planned_eagle3(raw, config)
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
     found = read_shape(draft)

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from triforce_core.model.known.hub_ids import hub_id_of
 from triforce_core.model.known.mixes import FP8
 from triforce_core.plan.simulation.candidates import Candidate
-from triforce_core.settings import AUTO, MethodSettings
+from triforce_core.settings import AUTO, EAGLE3, MethodSettings
 
 _INDENT = "    "
 
@@ -68,7 +68,7 @@ def _method_flags(method: MethodSettings, budget: int) -> dict[str, object]:
     if not method.drafts:
         return flags
     values = {
-        "--draft": method.draft,
+        "--draft": "HEAD" if method.draft == EAGLE3 else method.draft,
         "--draft-tokens": method.draft_tokens,
         "--inner-draft-tokens": method.inner_draft_tokens,
         "--draft-weights": method.draft_weights,

@@ -128,7 +128,7 @@ class KeepDrafted(ContextCall):
 
 @dataclass(frozen=True)
 class RunHead(ContextCall):
-    """Run the MTP head over some tokens. start: see `MtpDrafter.run`"""
+    """Run the head over some tokens. start: see `HeadDrafter.run`"""
 
     computes = True
     tokens: torch.Tensor
@@ -192,6 +192,10 @@ CALLS: tuple[type[Call], ...] = (
     *(Prefill, RunPass, Keep, Refresh, Draft, KeepDrafted, RunHead, End, Restore),
     *(LayerKV, MarkPart, ChunkScores, Close),
 )
+
+
+def silent(call: ContextCall) -> None:
+    """Send a call to no rank."""
 
 
 class Teller:

@@ -36,7 +36,7 @@ class Context:
     link_when_prefilled, passes_when_prefilled: counters at the end of the last prefill
     tells_logits: whether to keep the logits of each pass
     logits: logits of the last pass, [rows, vocab] float32, if `tells_logits`
-    hidden: hidden states of the last pass before the final norm, [rows, hidden], until some are
+    tapped: hidden states of the last pass between layers, [rows, taps * hidden], until some are
         kept; None if nothing drafts from them
     tell: sends calls to the other ranks
     """
@@ -48,7 +48,7 @@ class Context:
         self.trace = models.runtime.trace
         self.text = Text([])
         self.logits: torch.Tensor | None = None
-        self.hidden: torch.Tensor | None = None
+        self.tapped: torch.Tensor | None = None
         self.tells_logits = False
         self.tell = calls.Teller(models.ranks, lambda: self.checksum)
         self.models = models
@@ -173,7 +173,7 @@ class Context:
     def join(self, ask: Ask) -> ForwardBatch:
         """Join a pass that is about to run. Return this context's part of the forward batch."""
         self.tell(calls.RunPass(ask.tokens, ask.parents, ask.is_kept, ask.more))
-        self.logits = self.hidden = None
+        self.logits = self.tapped = None
         start, device = self.length, self.model.device
         if ask.parents is None:
             return ForwardBatch.text(ask.tokens, start, device)
@@ -186,9 +186,10 @@ class Context:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep a path of the rows of the last pass, and forget the others."""
         self.tell(calls.Keep(list(rows)))
-        if self.hidden is not None:
-            self.levels.note(self.length, self.hidden[put(list(rows), self.hidden.device)])
-            self.hidden = None
+        if self.tapped is not None:
+            kept = self.tapped[put(list(rows), self.tapped.device)]
+            self.levels.drafter.note(self.length, kept)
+            self.tapped = None
         self.sequence.keep(rows)
 
     def note(self, logits: torch.Tensor) -> None:
@@ -217,10 +218,12 @@ class Context:
         """Prefill with an ordinary pass. Return the last row's hidden state, [1, hidden]."""
         passes, sequences = self.models.runtime.passes, [self.sequence]
         passes.begin(sequences)
+        taps = self.levels.taps_of_prompt(self.length, batch.rows)
         hidden = self.model.forward(
-            batch, passes.weights, passes.cache(sequences), each_layer=each_layer
+            batch, passes.weights, passes.cache(sequences), each_layer=each_layer, taps=taps
         )
-        self.levels.note(self.length, hidden)
+        if taps is not None:
+            self.levels.note(self.length, taps)
         self.sequence.keep(range(batch.rows))
         return hidden[-1:]
 
@@ -228,12 +231,14 @@ class Context:
         """Prefill in chunks. Return a copy of the last row's hidden state, [1, hidden], because the
         memory of all rows is reclaimed next.
         """
-        weights = self.models.runtime.passes.prefill_weights
+        weights, start = self.models.runtime.passes.prefill_weights, self.length
+        taps = self.levels.taps_of_prompt(start, batch.rows)
         with self.sequence.prefill(batch.rows) as cache:
             hidden = self.model.forward(
-                batch, weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
+                batch, weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer, taps=taps
             )
-            self.levels.note(self.length, hidden)
+            if taps is not None:
+                self.levels.note(start, taps)
             return hidden[-1:].clone()
 
 
@@ -248,17 +253,18 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
     batches = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
     passes.begin(sequences)
     batch = ForwardBatch.side_by_side(batches)
-    hidden = model.forward(batch, passes.weights, passes.cache(sequences))
+    taps = model.taps(contexts[0].levels.taps, batch.rows)
+    hidden = model.forward(batch, passes.weights, passes.cache(sequences), taps=taps)
     for sequence, ask in zip(sequences, asks, strict=True):
         if ask.is_kept:
             sequence.keep([0])
     if all(ask.is_kept and ask.more for ask in asks):
         # The copies of the next pass run while the head and the draws compute.
         passes.begin(sequences)
-    logits = list(model.logits(hidden).split([own.rows for own in batches]))
-    parts = hidden.split([own.rows for own in batches])
-    for context, ask, own, part in zip(contexts, asks, logits, parts, strict=True):
+    counts = [own.rows for own in batches]
+    logits = list(model.logits(hidden).split(counts))
+    tapped = [None] * len(counts) if taps is None else taps.states.split(counts)
+    for context, ask, own, states in zip(contexts, asks, logits, tapped, strict=True):
         context.note(own)
-        drafts = context.levels.from_hidden and not ask.is_kept
-        context.hidden = part if drafts else None
+        context.tapped = None if ask.is_kept else states
     return logits

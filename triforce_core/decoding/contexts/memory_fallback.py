@@ -73,8 +73,10 @@ class MemoryFallback:
             return "KV in reclaimed memory streams"
         if runtime.give_up_resident(sequence):
             return "all KV streams"
-        levels = {"retrieval": "the retrieval level", "model": "the draft model"}
-        dropped = [levels.get(name, "the MTP head") for name in self._models.held_levels]
+        small = self._models.small
+        drafter = f"the {small.joins.in_words}" if small and small.joins else "the draft model"
+        levels = {"retrieval": "the retrieval level"}
+        dropped = [levels.get(name, drafter) for name in self._models.held_levels]
         if self._drafting.give_up(context):
             levels_changed()
             return f"{' and '.join(dropped)} {'are' if len(dropped) > 1 else 'is'} dropped"

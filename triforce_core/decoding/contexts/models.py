@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
+from triforce_core.model.heads.joins import Join
 from triforce_core.model.transformer import Model
 from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, MethodSettings
 from triforce_offload.graphs import Recorder
@@ -20,7 +21,7 @@ from triforce_offload.weights.store import WeightStore
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A draft model or an MTP head: its weights, all on the device, and the shape of its KV.
+    """A draft model or a head: its weights, all on the device, and the shape of its KV.
 
     capacity: number of tokens of its window
     resources: closes its weights
@@ -34,8 +35,14 @@ class SmallModel:
 
     @property
     def kind(self) -> str:
-        """Its name as a level: "mtp" for the target's MTP head, else "model"."""
-        return "mtp" if self.model.config.layers[0].joins else "model"
+        """Its name as a level: that of a kind of head, else "model"."""
+        joins = self.joins
+        return joins.name if joins else "model"
+
+    @property
+    def joins(self) -> Join | None:
+        """What kind of head it is, if it is one."""
+        return self.model.config.layers[0].joins
 
     def close(self) -> None:
         """Release its memory. May be called more than once."""

@@ -5,18 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.models import Models
-from triforce_core.decoding.drafters.mtp import MtpDrafter
+from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_core.decoding.drafters.ngram import NGramDrafter
 from triforce_core.decoding.drafters.resident import ResidentModel
 from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_core.decoding.drafters.small_model import SmallModelDrafter, WindowCache
 from triforce_core.decoding.levels import Drafter, Nothing
-from triforce_core.plan.levels import LONGEST_RECORDED, SINKS, fitting_budget
+from triforce_core.model.heads.head import Head
+from triforce_core.model.heads.taps import Taps
+from triforce_core.plan.levels import (
+    LONGEST_RECORDED,
+    SINKS,
+    fitting_budget,
+    head_states_bytes,
+)
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.direct import reader
 from triforce_offload.kv.gather import ChunkReader
@@ -84,31 +92,36 @@ class DraftLevels:
         return self.model.logits(tokens, self.retrieval.length, rows)
 
     def run_head(self, tokens: torch.Tensor, start: tuple[int, ...] | None) -> None:
-        """Run this rank's part of the MTP head. See `MtpDrafter.run`."""
+        """Run this rank's part of the head. See `HeadDrafter.run`."""
         self.drafter.run(tokens, start)
 
     @property
-    def from_hidden(self) -> bool:
-        """Whether the drafter needs hidden states of the level above."""
-        return isinstance(self.drafter, MtpDrafter)
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose input the drafter takes; empty if it takes none."""
+        return self.drafter.taps if isinstance(self.drafter, HeadDrafter) else ()
 
-    def note(self, start: int, hidden: torch.Tensor) -> None:
-        """Take the target's hidden states [tokens, hidden], before its last norm, of the text's
-        tokens from `start` on.
+    def taps_of_prompt(self, start: int, rows: int) -> Taps | None:
+        """Return taps for a prefill of `rows` tokens of the text, from `start` on."""
+        if not self.taps:
+            return None
+        last = range(max(0, rows - self.drafter.window), rows)
+        first = range(0, 0 if start else min(SINKS, last.start))
+        return self._models.target.taps(self.taps, [first, last])
+
+    def note(self, start: int, taps: Taps) -> None:
+        """Take the target's hidden states of rows of the text's tokens, of which the first is that
+        of `start`.
         """
-        if self.from_hidden and len(hidden):
-            first, last = hidden[:SINKS], hidden[-self.drafter.window :]
-            norm = self._models.target.normed
-            if len(first) < len(hidden) and not start:
-                self.drafter.note(0, norm(first))
-            self.drafter.note(start + len(hidden) - len(last), norm(last))
+        for rows, states in taps.parts():
+            if rows:
+                self.drafter.note(start + rows.start, states)
 
     def keep_drafted(self, rows: Sequence[int]) -> None:
         """Keep a path of the last rows of `draft`, until a pass has computed them."""
         self._tell(calls.KeepDrafted(list(rows)))
-        if self.model.hidden is not None:
-            kept = self.model.hidden[put(list(rows), self.model.hidden.device)]
-            self.note(self.retrieval.length, kept)
+        if self.model.tapped is not None:
+            kept = self.model.tapped[put(list(rows), self.model.tapped.device)]
+            self.drafter.note(self.retrieval.length, kept)
         self.retrieval.keep(rows)
 
     def give_up(self) -> bool:
@@ -156,7 +169,7 @@ class DraftLevels:
             models.recorder,
             runtime.trace,
             "retrieval model",
-            keeps_hidden=self.from_hidden,
+            taps=self.taps,
             drafted=demand.max_draft_tokens + LONGEST_RECORDED,
         )
         resources.callback(model.close)
@@ -196,9 +209,17 @@ def make_drafter(models: Models, tell: Callable[[calls.ContextCall], None]) -> D
         return Nothing(runtime.memory.device)
     if small is None:
         return NGramDrafter(runtime.memory.device)
-    if small.kind == "mtp":
+    if isinstance(small.model, Head):
         kv = DenseKV(small.shape, small.capacity, runtime.memory, "drafter cache")
-        return MtpDrafter(small.model, ResidentWeights(small.store), kv, runtime.trace, tell)
+        longest = runtime.plan.requirements.max_draft_tokens
+        itemsize = small.shape.dtype.itemsize
+        nbytes = head_states_bytes(small.model.config, small.capacity, longest, itemsize)
+        states = runtime.memory.reserve(nbytes, "drafter cache")
+        # Ranks have parts of a head that they divide; other heads are on the first rank alone.
+        tell = calls.silent if small.joins.owns_ends else tell
+        weights = ResidentWeights(small.store)
+        release = partial(runtime.memory.free, states)
+        return HeadDrafter(small.model, weights, kv, runtime.trace, tell, release)
     cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
     level = ResidentModel(
         small.model,

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
+from triforce_core.model.heads.taps import Taps
 from triforce_core.model.transformer import Model
 from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_kernels import warmup
@@ -38,8 +39,8 @@ class ResidentModel:
     Eager and recorded forwards compute the same values, up to rounding.
 
     recorded: number of sizes recorded so far
-    hidden: hidden states before the final norm of the last forward's rows, [rows, hidden], if they
-        are kept; valid until the next
+    tapped: hidden states of the last forward's rows between layers, [rows, taps * hidden], if some
+        are tapped; valid until the next
     """
 
     def __init__(
@@ -51,16 +52,16 @@ class ResidentModel:
         trace: Tracer,
         name: str,
         *,
-        keeps_hidden: bool = False,
+        taps: Sequence[int] = (),
         drafted: int = 0,
     ) -> None:
         """recorder: None to run everything eagerly
         name: name of the forwards in a trace
-        keeps_hidden: whether to keep the hidden states of each forward of `logits`
+        taps: layers of which each forward of `logits` keeps the input, see `Taps`
         drafted: number of rows of the largest tree that recorded forwards continue
         """
-        self.hidden: torch.Tensor | None = None
-        self._keeps_hidden = keeps_hidden
+        self.tapped: torch.Tensor | None = None
+        self._taps = taps
         self.kv = kv
         self.recorded = 0
         self._model = model
@@ -123,18 +124,18 @@ class ResidentModel:
                     size,
                     tokens.device,
                     0 if rows is None else self._drafted,
+                    self._model.taps(self._taps, size),
                 )
             forward.take(tokens, position, rows)
             if forward.uses == USES_BEFORE:
                 self._record(forward, size)
             out = forward.run()[:count]
-            if self._keeps_hidden:
-                self.hidden = forward.hidden[:count]
+            self.tapped = forward.taps and forward.taps.states[:count]
             return out[-1:] if last else out
         batch = _batch(tokens, position, rows)
-        hidden = self._model.forward(batch, self._weights, self.kv)
-        if self._keeps_hidden:
-            self.hidden = hidden
+        taps = self._model.taps(self._taps, count)
+        hidden = self._model.forward(batch, self._weights, self.kv, taps=taps)
+        self.tapped = taps and taps.states
         return self._model.logits(hidden[-1:] if last else hidden)
 
     def _has_room(self, size: int, rows: TreeRows | None) -> bool:
@@ -179,8 +180,12 @@ class _FixedForward:
         size: int,
         device: torch.device,
         drafted: int,
+        taps: Taps | None,
     ) -> None:
-        """drafted: number of keys that some of the tokens do not see; 0 if they are a chain"""
+        """drafted: number of keys that some of the tokens do not see; 0 if they are a chain
+        taps: takes hidden states between layers
+        """
+        self.taps = taps
         self.uses = 0
         self._model = model
         self._weights = weights
@@ -192,8 +197,8 @@ class _FixedForward:
             self._visible = torch.zeros(size, drafted, dtype=torch.bool, device=device)
         self._cache = FixedDense(kv, device)
         self._replay: Run | None = None
-        self.hidden = model.no_states().new_zeros(size, model.config.hidden)
-        self._embedded = torch.zeros_like(self.hidden) if model.embeds_apart else None
+        embedded = model.no_states().new_zeros(size, model.config.hidden)
+        self._embedded = embedded if model.embeds_apart else None
 
     def take(self, tokens: torch.Tensor, position: int, rows: TreeRows | None) -> None:
         """Set the inputs."""
@@ -231,6 +236,7 @@ class _FixedForward:
     def _compute(self) -> torch.Tensor:
         batch = ForwardBatch(self._tokens, self._positions, drafted=self._visible)
         embedded = None if self._embedded is None else self._embedded.clone()
-        # At a fixed address, like the logits.
-        self.hidden.copy_(self._model.forward(batch, self._weights, self._cache, embedded=embedded))
-        return self._model.logits(self.hidden)
+        hidden = self._model.forward(
+            batch, self._weights, self._cache, embedded=embedded, taps=self.taps
+        )
+        return self._model.logits(hidden)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.heads.joins import Mtp
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.sharing.share import Share
 
@@ -45,7 +46,7 @@ _QWEN = HeadNames(
 def mtp_config(config: ModelConfig) -> ModelConfig:
     """Return the config of a model's MTP head: a full-attention layer like the model's own."""
     spec: LayerSpec = config.layers[config.kv_layers[0]]
-    return replace(config, layers=(replace(spec, joins=True),))
+    return replace(config, layers=(replace(spec, joins=Mtp()),))
 
 
 def publishes_head(config: ModelConfig) -> bool:
@@ -139,6 +140,9 @@ class MtpHead:
         hidden = self.config.hidden
         for part, shape in (self.config.layers[0].shapes(hidden) | {"norm": (hidden,)}).items():
             yield from stored_shapes(self._pieces(part), shape)
+
+    def tokens(self) -> None:
+        """Return None: its tokens are the model's."""
 
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
         """Read every tensor of the layer. Raises CheckpointError."""

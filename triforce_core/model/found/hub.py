@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from triforce_core.model.checkpoints.eagle3 import eagle3_at
 from triforce_core.model.families.hf import from_hf
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError
@@ -53,8 +54,12 @@ def downloaded(name: str, announce: Announce) -> Path:
 
     try:
         snapshot = snapshot_download(name, allow_patterns=_HEADERS, ignore_patterns=_IGNORED)
-        from_hf(read_json(Path(snapshot) / "config.json"), {})
         files = [*_HEADERS, "*.safetensors"]
+        if eagle3_at(Path(snapshot)) is None:
+            from_hf(read_json(Path(snapshot) / "config.json"), {})
+        else:
+            # Many heads are published in this format alone.
+            files.append("pytorch_model.bin")
         _announce(name, files, announce)
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED))
     except TriforceError:

@@ -265,7 +265,8 @@ def _drafter_seconds(case: Case) -> float:
     if config is None:
         return 0.0
     costs = Costs(config, case.dtype, replace(case.hardware, gpus=1))
-    if config.layers[0].joins:
+    joins = config.layers[0].joins
+    if joins and not joins.owns_ends:
         # An MTP head multiplies by the model's own output matrix, on all GPUs.
         costs, ends = replace(costs, hardware=case.hardware), case.costs.matrices
         own = replace(costs.matrices, head=ends.head, head_read=ends.head_read)

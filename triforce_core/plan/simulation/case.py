@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from triforce_core.model.checkpoints.eagle3 import on_ranks
 from triforce_core.model.checkpoints.mtp import mtp_config
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
@@ -88,9 +89,15 @@ class Case:
 
     @property
     def drafter(self) -> ModelConfig | None:
-        """Config of what one GPU has of the draft model: all of it, or its share of an MTP head."""
-        small = self.draft_config
-        return mtp_config(self.rank) if small and small.layers[0].joins else small
+        """Config of what the first GPU has of the draft model: all of it, or its share of an MTP
+        head.
+        """
+        joins = self.draft_config and self.draft_config.layers[0].joins
+        if not joins:
+            return self.draft_config
+        if joins.owns_ends:
+            return on_ranks(self.draft_config, self.hardware.gpus, self.config.vocab)
+        return mtp_config(self.rank)
 
     @cached_property
     def layouts(self) -> Layouts:

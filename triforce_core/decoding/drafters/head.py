@@ -1,4 +1,4 @@
-"""The drafter that runs the model's own MTP head over the hidden states of the level above."""
+"""The drafter that runs a head of the model over the hidden states of the level above."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.small_model import ModelProposer
-from triforce_core.model.transformer import Model
+from triforce_core.model.heads.head import Head
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.forward_batch import ForwardBatch
@@ -28,35 +28,35 @@ class _Next(NamedTuple):
     state: torch.Tensor
 
 
-class MtpDrafter:
-    """An MTP head on a text. It runs pairs of a token and the hidden state of the token before.
+class HeadDrafter:
+    """A head on a text. It runs pairs of a token and the state of the token before.
 
     To draft several tokens, the head is applied to its own output. It attends to the first and the
     recent pairs of the text; pairs with a state of its own are forgotten after each draft.
 
-    If ranks share the model, each has a part of the head, and a drafter that knows the same states.
-    The first rank decides which pairs run, and tells the others.
-
-    vocab: number of tokens of the vocabulary
+    If ranks divide the head, each has a part of it, and a drafter that knows the same states. The
+    first rank decides which pairs run, and tells the others.
     """
 
     def __init__(
         self,
-        head: Model,
+        head: Head,
         weights: ResidentWeights,
         kv: DenseKV,
         trace: Tracer,
         tell: Callable[[calls.ContextCall], None],
+        release: Callable[[], None],
     ) -> None:
         """kv: room for pairs: the first ones, the recent ones and a draft
         tell: sends a call to the other ranks
+        release: returns the room for states to the budget
         """
-        self.vocab = head.config.vocab
         self._head = head
         self._weights = weights
         self._kv = kv
         self._trace = trace
         self._tell = tell
+        self._release = release
         # Positions and tokens of the pairs that the KV has, with states of the level above.
         self._places: list[int] = []
         self._ran: list[int] = []
@@ -69,6 +69,11 @@ class MtpDrafter:
     @property
     def device(self) -> torch.device:
         return self._head.device
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Head.tapped`."""
+        return self._head.tapped
 
     @property
     def most(self) -> int:
@@ -84,20 +89,19 @@ class MtpDrafter:
         """Drafter.proposer."""
         return ModelProposer(self, params, rule)
 
-    def note(self, start: int, states: torch.Tensor) -> None:
-        """Take the hidden states [tokens, hidden] of the text's tokens from `start` on, after the
-        model's last norm, and forget those of later tokens.
+    def note(self, start: int, tapped: torch.Tensor) -> None:
+        """Take the hidden states [tokens, taps * hidden] of the text's tokens from `start` on, at
+        most `window` of them, and forget those of later tokens.
         """
         self.roll_back(start + 1)
+        states = self._head.states(tapped)
         if start <= len(self._firsts) and start < SINKS:
             self._firsts = torch.cat((self._firsts[:start], states))[:SINKS].clone()
         known = start - self._begin
         if not 0 <= known <= len(self._recent):
             known, self._begin = 0, start
-        self._recent = torch.cat((self._recent[:known], states))
-        dropped = max(0, len(self._recent) - self.window)
-        # A copy, so that the states before it are released.
-        self._recent = self._recent[dropped:].clone()
+        dropped = max(0, min(known, known + len(states) - self.window))
+        self._recent = torch.cat((self._recent[dropped:known], states))
         self._begin += dropped
 
     def roll_back(self, tokens: int) -> None:
@@ -111,6 +115,7 @@ class MtpDrafter:
     def close(self) -> None:
         """Drafter.close."""
         self._kv.close()
+        self._release()
 
     def catch_up(self, text: Text, count: int) -> torch.Tensor | None:
         """Make room for a draft of `count` tokens. Return the tokens of the text whose pairs must
@@ -161,15 +166,15 @@ class MtpDrafter:
             recent = range(begin, begin + len(tokens) - firsts)
             before = begin - 1 - self._begin
             known = self._firsts[:firsts], self._recent[before : before + len(recent)]
-            positions = put([*range(1, firsts + 1), *recent], self.device)
-            states = torch.cat(known)
-        with self._trace.compute("MTP head", tokens=tokens.shape[0]):
+            places = [*self._head.first_positions(firsts, begin), *recent]
+            positions, states = put(places, self.device), torch.cat(known)
+        with self._trace.compute("head", tokens=tokens.shape[0]):
             batch = ForwardBatch(tokens, positions)
-            hidden = self._head.forward(batch, self._weights, self._kv, states=states)
+            hidden = self._head.run(batch, states, self._weights, self._kv)
             self._kv.keep(range(tokens.shape[0]))
-            state = self._head.normed(hidden[-1:])
-            self._next = _Next(positions[-1:] + 1, state)
-            return self._head.scores(state)
+            after = self._head.after(hidden[-1:])
+            self._next = _Next(positions[-1:] + 1, after.state)
+            return after.logits
 
     def have_drawn(self, tokens: torch.Tensor) -> None:
         """See SmallModelDrafter. Pairs of drafted tokens run again with other states."""

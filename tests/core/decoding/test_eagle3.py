@@ -1,0 +1,205 @@
+"""EAGLE-3 heads: they compute what their authors publish, follow whatever is accepted and rejected,
+and cost no token, however useless.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from eagle3_heads import KINDS, Made, RandomHead
+from float_bounds import assert_within
+from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids, turns
+from oracle import assert_equal_but_for_ties, greedy
+from safetensors.torch import load_file, save_file
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.decoder import Ask
+from triforce_core.plan.levels import SINKS, WINDOW
+from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
+
+NEW = 40
+RUNS = {
+    "speculative": {"method": "speculative", "draft_tokens": 6},
+    "retrieval": {"budget": 16, "draft_tokens": 12, "inner_draft_tokens": 3},
+    "learned": {},
+}
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt-oss-moe", "qwen3_5", "mistral-windows")
+DIRECT = {"method": "speculative", "draft_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("llama")
+    return path, make_model("llama", path)
+
+
+def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engine:
+    fixed = {"device": "cpu", "max_context": 500, "block_tokens": BLOCK, "dtype": "float32"}
+    return Engine.from_pretrained(path, **fixed, **placed(placement, options))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_computes_what_its_authors_publish(llama, tmp_path, kind: str) -> None:
+    """After prefills of any length, passes that keep some of their rows, cuts, and behind tokens of
+    its own.
+    """
+    path, model = llama
+    head, choose = RandomHead(model, tmp_path / "head", KINDS[kind]), random.Random(0)
+    with engine(path, "kv", draft=head.directory, **DIRECT) as ours:
+        own = Context(ours.models)
+        drafter = own.levels.drafter
+        for prompt in (random_ids(2, 1), random_ids(60, 2), [*random_ids(60, 2)[:40], 3, 4, 5]):
+            own.prefill(prompt, 60, lambda _: None)
+            for _ in range(4):
+                text = [*own.text.tokens, choose.randrange(90)]
+                found = [drafter.forward(drafter.catch_up(Text(text), 5))[0]]
+                found += [drafter.forward(torch.tensor([token]))[0] for token in (7, 8)]
+                for drafted, logits in enumerate(found):
+                    exact = head.logits([*text, 7, 8][: len(text) + drafted], drafted)
+                    known = exact.isfinite()
+                    assert torch.equal(logits.isfinite(), known)
+                    bound = 1e-4 * float(exact[known].abs().max())
+                    assert_within(logits[known], exact[known], bound)
+                own.text.commit(text[-1:])
+                rows = [text[-1], *random_ids(5, len(text))]
+                kept = choose.randint(1, 6)
+                own.run(Ask(torch.tensor(rows), None, False, False))
+                own.keep(range(kept))
+                own.text.commit(rows[1:kept])
+                own.end()
+        own.close()
+
+
+def test_of_a_long_text_it_sees_the_first_and_the_recent_pairs(llama, tmp_path) -> None:
+    """The first ones as if they came directly before the others."""
+    path, model = llama
+    head = RandomHead(model, tmp_path / "head", Made())
+    with engine(path, "kv", draft=head.directory, **DIRECT) as ours:
+        own = Context(ours.models)
+        prompt = random_ids(480, 3)
+        own.prefill(prompt, 10, lambda _: None)
+        drafter = own.levels.drafter
+        found = drafter.forward(drafter.catch_up(Text([*prompt, 5]), 5))
+        assert drafter._places == [*range(1, SINKS + 1), *range(481 - WINDOW, 481)]
+        # An answer that differs from that of the recent pairs alone, and is a distribution.
+        assert found.softmax(-1).sum().item() == pytest.approx(1)
+        own.close()
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize(
+    ("family", "run", "placement"),
+    [
+        (family, run, placement)
+        for index, family in enumerate(FAMILIES)
+        for run in RUNS
+        for placement in turns(PLACEMENTS, index + len(run), 2)
+    ],
+)
+def test_text_is_that_of_transformers(tmp_path, family: str, run: str, placement: str) -> None:
+    model = make_model(family, tmp_path / "model")
+    head = RandomHead(model, tmp_path / "head", Made())
+    with engine(tmp_path / "model", placement, draft=head.directory, **RUNS[run]) as ours:
+        for tokens in (1, 70):
+            prompt = random_ids(tokens, tokens)
+            result = ours.generate(prompt, greedy(NEW))
+            assert result.stats["levels"][0] == "eagle3"
+            theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+            assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, tokens:].tolist())
+
+
+def test_several_sequences_each_have_their_own_states(llama, tmp_path) -> None:
+    path, model = llama
+    head = RandomHead(model, tmp_path / "head", Made())
+    prompts = [random_ids(length, length) for length in (5, 40, 90)]
+    params = [greedy(20)] * 3
+    options = {"draft": head.directory, **DIRECT}
+    with engine(path, "kv", sequences=3, **options) as together:
+        found = [each.token_ids for each in together.generate_all(prompts, params)]
+    with engine(path, "kv", method="autoregressive") as alone:
+        assert found == [alone.generate(prompt, greedy(20)).token_ids for prompt in prompts]
+
+
+def test_a_saved_context_goes_on(llama, tmp_path) -> None:
+    path, model = llama
+    head = RandomHead(model, tmp_path / "head", Made())
+    prompt, params = random_ids(80), SamplingParams(20, temperature=0)
+    with engine(path, draft=head.directory) as first:
+        first.generate(prompt, SamplingParams(1))
+        first.save_context(tmp_path / "saved")
+        expected = first.generate([*prompt, 9], params).token_ids
+    with engine(path, draft=head.directory) as other:
+        assert other.load_context(tmp_path / "saved").tokens == 80
+        assert other.generate([*prompt, 9], params).token_ids == expected
+
+
+REFUSED = {
+    "trees": (Made(), {"tree": 20}, UsageError, "drafts chains, and no trees"),
+    "width": (Made(hidden=48), {}, CheckpointError, "48 wide and the model 64"),
+    "layers": (Made(more={"num_hidden_layers": 2}), {}, UnsupportedModelError, "of 2 layers"),
+    "taps": (Made(tapped=(1, 2, 4)), {}, CheckpointError, r"layers \[1, 2, 4\] of a model with 3"),
+    "last state": (
+        Made(more={"eagle_config": {"use_aux_hidden_state": False}}),
+        {},
+        UnsupportedModelError,
+        "take the last hidden state alone",
+    ),
+    "vocabulary": (Made(more={"draft_vocab_size": 98}), {}, CheckpointError, "98 tokens, more"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_draft_is_refused_in_a_sentence(llama, tmp_path, case: str) -> None:
+    path, model = llama
+    made, options, error, message = REFUSED[case]
+    head = RandomHead(model, tmp_path / "head", made)
+    with pytest.raises(error, match=message):
+        engine(path, draft=head.directory, **DIRECT | options)
+
+
+def test_damaged_files_are_refused_in_a_sentence(llama, tmp_path) -> None:
+    path, model = llama
+    head = RandomHead(model, tmp_path / "head", Made())
+    file = head.directory / "model.safetensors"
+    held = load_file(file)
+    changed = {
+        "fc_norm.weight, which is not known": held | {"fc_norm.weight": torch.ones(64)},
+        "lacks fc.weight": {name: each for name, each in held.items() if name != "fc.weight"},
+        "has shape": held | {"norm.weight": torch.ones(63)},
+        "names tokens that the model's 97": held | {"d2t": held["d2t"] + 90},
+        "no d2t says which": {name: each for name, each in held.items() if name != "d2t"},
+    }
+    for message, tensors in changed.items():
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+            engine(path, draft=head.directory)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"neither safetensors nor pytorch_model\.bin"):
+        engine(path, draft=head.directory)
+    for data in (b"", b"nonsense", json.dumps({"a": 1}).encode()):
+        (head.directory / "pytorch_model.bin").write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model\.bin"):
+            engine(path, draft=head.directory)
+
+
+class _Runs:
+    """What a pickle that runs code would hold."""
+
+    def __reduce__(self) -> tuple:
+        return (print, ("a file of weights ran code",))
+
+
+def test_a_file_that_would_run_code_is_refused(llama, tmp_path, capsys) -> None:
+    path, model = llama
+    head = RandomHead(model, tmp_path / "head", replace(Made(), style="eagle"))
+    torch.save({"fc.weight": _Runs()}, head.directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"cannot read .*pytorch_model\.bin"):
+        engine(path, draft=head.directory)
+    assert "ran code" not in capsys.readouterr().out

@@ -1,0 +1,165 @@
+"""Computation of heads, with one class for each kind of head in `joins`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.heads.joins import Eagle3, Join, Mtp
+from triforce_core.model.rope import Rope
+from triforce_core.model.transformer import Ends, Model
+from triforce_kernels.weights.linear import Weight, linear
+from triforce_offload.forward_batch import Cache, ForwardBatch
+from triforce_offload.weights.layouts import Views
+from triforce_offload.weights.store import Weights
+
+
+@dataclass(frozen=True)
+class OwnTensors:
+    """What a head has of its own outside its layer.
+
+    tensors: see `Join.ends`
+    embedding: None if it uses the model's
+    tokens: the model's token of each token of its output, [vocab] int64; None if they are the same
+    """
+
+    tensors: Views
+    embedding: Weight | None
+    tokens: torch.Tensor | None
+
+
+class After(NamedTuple):
+    """What follows a pair: the state for the next one, [1, hidden], and float32 logits [1, vocab]
+    of the model's tokens.
+    """
+
+    state: torch.Tensor
+    logits: torch.Tensor
+
+
+class Head(Model):
+    """A layer that continues a model. It runs pairs of a token and the state of the token before.
+
+    tapped: the layers of the model whose input it takes, see `Join.taps`
+    """
+
+    tapped: tuple[int, ...]
+
+    @abstractmethod
+    def states(self, tapped: torch.Tensor) -> torch.Tensor:
+        """Return the states [rows, hidden] that pairs begin from.
+
+        tapped: hidden states of the model, [rows, taps * hidden of the model]
+        """
+
+    @abstractmethod
+    def after(self, hidden: torch.Tensor) -> After:
+        """Return what follows a pair, given what `run` returned for it, [1, hidden]."""
+
+    @abstractmethod
+    def first_positions(self, count: int, begin: int) -> range:
+        """Return the positions as which the first tokens of a text are rotated, if the next pair is
+        that of the token at `begin`.
+        """
+
+    @abstractmethod
+    def _joined(
+        self, w: Views, embedded: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the layer's input [rows, hidden], and the mixer's input if that is another."""
+
+    def run(
+        self, batch: ForwardBatch, states: torch.Tensor, weights: Weights, cache: Cache
+    ) -> torch.Tensor:
+        """Run pairs. Return hidden states before the final norm, [rows, hidden].
+
+        batch: the pairs' tokens
+        states: their states, [rows, hidden]
+        """
+        kind = self.config.rotation_of(self.config.layers[0].mixer)
+        with weights.layer(0) as layer:
+            hidden, mixes = self._joined(layer, self.embed(batch.tokens), states)
+            self._layer(0, layer, hidden, cache, self._rotated(batch, hidden)[kind], mixes)
+        return hidden
+
+
+class MtpHead(Head):
+    """See `joins.Mtp`. Ranks that share the model share the head."""
+
+    def __init__(self, config: ModelConfig, target: Model, own: OwnTensors) -> None:
+        self._target = target
+        self.tapped = config.layers[0].joins.taps(len(target.config.layers))
+        ends = replace(target.ends, norm=own.tensors["norm"])
+        super().__init__(config, ends, target.rope, target.device, target.ranks)
+
+    def states(self, tapped: torch.Tensor) -> torch.Tensor:
+        """Head.states."""
+        return self._target.normed(tapped)
+
+    def after(self, hidden: torch.Tensor) -> After:
+        """Head.after."""
+        state = self.normed(hidden)
+        return After(state, self.scores(state))
+
+    def first_positions(self, count: int, begin: int) -> range:
+        """Head.first_positions: their own."""
+        return range(1, count + 1)
+
+    def _joined(
+        self, w: Views, embedded: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Head._joined."""
+        both = self._norm(embedded, w["token_norm"]), self._norm(states, w["state_norm"])
+        return linear(torch.cat(both, 1), w["join"]), None
+
+
+class Eagle3Head(Head):
+    """See `joins.Eagle3`."""
+
+    def __init__(self, config: ModelConfig, target: Model, own: OwnTensors) -> None:
+        join, tensors = config.layers[0].joins, own.tensors
+        self.tapped = join.taps(len(target.config.layers))
+        self._norms_residual = join.norms_residual
+        self._combine = tensors["fc"]
+        self._tokens = own.tokens
+        self._vocab = target.config.vocab
+        embedding = target.ends.embedding if own.embedding is None else own.embedding
+        ends = Ends(embedding, tensors["norm"], tensors["head"])
+        rope = Rope(config, target.device, None, config.trained_positions)
+        super().__init__(config, ends, rope, target.device)
+
+    def states(self, tapped: torch.Tensor) -> torch.Tensor:
+        """Head.states."""
+        return linear(tapped, self._combine)
+
+    def after(self, hidden: torch.Tensor) -> After:
+        """Head.after: tokens that the head does not know have a logit of -inf."""
+        known = self.logits(hidden)
+        if self._tokens is None:
+            return After(hidden, known)
+        logits = known.new_full((len(known), self._vocab), float("-inf"))
+        return After(hidden, logits.index_copy_(1, self._tokens, known))
+
+    def first_positions(self, count: int, begin: int) -> range:
+        """Head.first_positions: directly before the others, as heads are trained on short texts."""
+        return range(begin - count, begin)
+
+    def _joined(
+        self, w: Views, embedded: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Head._joined."""
+        normed = self._norm(states, w["state_norm"])
+        both = torch.cat((self._norm(embedded, w["token_norm"]), normed), 1)
+        # The layer adds to its input in place.
+        return normed if self._norms_residual else states.clone(), both
+
+
+HEADS: dict[type[Join], Callable[[ModelConfig, Model, OwnTensors], Head]] = {
+    Mtp: MtpHead,
+    Eagle3: Eagle3Head,
+}

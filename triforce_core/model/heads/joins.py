@@ -1,0 +1,134 @@
+"""How heads join tokens with the hidden states of the model that they draft for.
+
+A head is one layer that continues a model: it predicts the token after the next one from the
+embedding of the next token and hidden states of the model at the token before. No tensors are
+created here; the computation is in `heads`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from triforce_core.model.described import Shapes
+
+
+class Join(ABC):
+    """A kind of head.
+
+    name: its name as a level
+    in_words: what messages call it
+    owns_ends: whether the head has an output matrix of its own, and is whole on one rank; otherwise
+        it uses the model's, and ranks divide it as they divide the layers of the model
+    """
+
+    name: ClassVar[str]
+    in_words: ClassVar[str]
+    owns_ends: ClassVar[bool]
+
+    @abstractmethod
+    def taps(self, layers: int) -> tuple[int, ...]:
+        """Return the layers of the model whose input the head takes; `layers`, the number of
+        layers, stands for the output of the last.
+        """
+
+    @abstractmethod
+    def tapped_width(self, hidden: int) -> int:
+        """Return the number of the model's numbers that the head takes for each token.
+
+        hidden: width of the head
+        """
+
+    @abstractmethod
+    def of_layer(self, shapes: Shapes, hidden: int) -> Shapes:
+        """Return the shapes of the head's layer, given those of a layer of a model.
+
+        hidden: width of the head
+        """
+
+    @abstractmethod
+    def ends(self, hidden: int, vocab: int) -> Shapes:
+        """Return the shapes of the head's own tensors outside its layer.
+
+        vocab: number of tokens of its output
+        """
+
+    def embedding(self, hidden: int) -> Shapes:
+        """Return the shape of the head's own embedding; empty if it uses the model's."""
+        return {}
+
+    def on_ranks(self, count: int, vocab: int) -> Join:
+        """Return the kind of head that ranks have. A head that is whole on the first rank needs an
+        embedding of its own there, because ranks divide the model's.
+
+        vocab: number of tokens of the model
+        """
+        return self
+
+
+@dataclass(frozen=True)
+class Mtp(Join):
+    """The head that a model's own files bring (DeepSeek-V3, 2024; transformers' `MtpLayer`): the
+    layer's input is a product with the embedding and the state, both normed.
+    """
+
+    name = "mtp"
+    in_words = "MTP head"
+    owns_ends = False
+
+    def taps(self, layers: int) -> tuple[int, ...]:
+        return (layers,)
+
+    def tapped_width(self, hidden: int) -> int:
+        return hidden
+
+    def of_layer(self, shapes: Shapes, hidden: int) -> Shapes:
+        norms = {"token_norm": (hidden,), "state_norm": (hidden,)}
+        return {**norms, "join": (hidden, 2 * hidden), **shapes}
+
+    def ends(self, hidden: int, vocab: int) -> Shapes:
+        return {"norm": (hidden,)}
+
+
+@dataclass(frozen=True)
+class Eagle3(Join):
+    """A head of EAGLE-3 (Li et al., 2025), in files of its own: attention takes the embedding and
+    the state side by side, both normed. The state is a product with the hidden states that enter
+    some layers of the model.
+
+    tapped: these layers
+    width: width of the model
+    embedded: number of tokens of its own embedding; None if it uses the model's
+    norms_residual: whether the residual connection begins with the normed state
+    """
+
+    tapped: tuple[int, ...]
+    width: int
+    embedded: int | None = None
+    norms_residual: bool = False
+
+    name = "eagle3"
+    in_words = "EAGLE-3 head"
+    owns_ends = True
+
+    def taps(self, layers: int) -> tuple[int, ...]:
+        return self.tapped
+
+    def tapped_width(self, hidden: int) -> int:
+        return len(self.tapped) * self.width
+
+    def of_layer(self, shapes: Shapes, hidden: int) -> Shapes:
+        norms = {"token_norm": (hidden,), "state_norm": (hidden,)}
+        rest = {name: shape for name, shape in shapes.items() if name != "input_norm"}
+        return {**norms, **rest, "qkv": (shapes["qkv"][0], 2 * hidden)}
+
+    def ends(self, hidden: int, vocab: int) -> Shapes:
+        combine = hidden, self.tapped_width(hidden)
+        return {"norm": (hidden,), "head": (vocab, hidden), "fc": combine}
+
+    def embedding(self, hidden: int) -> Shapes:
+        return {} if self.embedded is None else {"embedding": (self.embedded, hidden)}
+
+    def on_ranks(self, count: int, vocab: int) -> Eagle3:
+        return self if count == 1 or self.embedded else replace(self, embedded=vocab)
