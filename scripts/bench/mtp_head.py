@@ -67,7 +67,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         if not directory.exists():
             make_shallow_draft(model_file(), directory, LAYERS, torch.bfloat16)
             yield from train(directory, args.training_tokens, args.minutes * 60)
-        yield from compare(directory, args)
+        yield from compare(directory, args, WAYS)
 
 
 def train(directory: Path, tokens: int, seconds: float) -> Iterator[Figures]:
@@ -167,7 +167,10 @@ def loss_of(
     return losses[0] + 0.5 * losses[1]
 
 
-def compare(directory: Path, args: argparse.Namespace) -> Iterator[Figures]:
+def compare(
+    directory: Path, args: argparse.Namespace, every_way: dict[str, dict[str, Any]]
+) -> Iterator[Figures]:
+    """Continue the same prompts by each of some ways, given by the options of an engine."""
     ids = load_tokenizer(directory).encode(manual(10**7))
     held = ids[len(ids) * 4 // 5 :]
     starts = [index * (len(held) - args.tokens) // args.prompts for index in range(args.prompts)]
@@ -185,7 +188,7 @@ def compare(directory: Path, args: argparse.Namespace) -> Iterator[Figures]:
         **SAMPLING,
     }
     plain = None
-    for name, options in WAYS.items():
+    for name, options in every_way.items():
         count = NEW_TOKENS[options.get("method", "triforce")]
         runs = []
         with engine(directory, room, link_bandwidth=bandwidth, **options) as ours:
@@ -243,15 +246,11 @@ def engine(directory: Path, room: int, **options: Any) -> Engine:
     return Engine.from_pretrained(directory, placement=KV, **fixed, **options)
 
 
-main = Benchmark(
-    __doc__,
-    "mtp_head",
-    measure,
-    (
-        Option("--minutes", 10.0, "minutes of training"),
-        Option("--directory", "", "where the model with its head is kept, or is already"),
-        Option("--training-tokens", 40_000, "tokens of the text for training"),
-        Option("--prompts", 3, "number of prompts"),
-        Option("--tokens", 2000, "tokens of a prompt"),
-    ),
+OPTIONS = (
+    Option("--minutes", 10.0, "minutes of training"),
+    Option("--directory", "", "where the model with its head is kept, or is already"),
+    Option("--training-tokens", 40_000, "tokens of the text for training"),
+    Option("--prompts", 3, "number of prompts"),
+    Option("--tokens", 2000, "tokens of a prompt"),
 )
+main = Benchmark(__doc__, "mtp_head", measure, OPTIONS)

@@ -112,8 +112,8 @@ class Drafting:
 
     def _make_growth(self) -> Growth | None:
         method, small = self._models.method, self._models.small
-        if not method.branches or (small and small.joins):
-            # A head drafts chains.
+        if not method.branches or (self._models.budget and small and small.joins):
+            # Above a head the retrieval level drafts chains.
             return None
         needs, asked = self._models.runtime.plan.requirements, method.fixed_tree is not None
         deepest, nodes = needs.max_draft_tokens, method.fixed_tree or needs.max_draft_tokens

@@ -217,8 +217,8 @@ def _head(checkpoint: Readable, config: EngineConfig) -> ReadableHead | None:
     head, why = getattr(checkpoint, "mtp_head", None), None
     if head is None:
         why = "the model's files have no MTP head that is known"
-    elif config.method.fixed_tree is not None:
-        why = "an MTP head drafts chains, and no trees"
+    elif _wants_tree_above(config):
+        why = f"an MTP head {_CHAINS}"
     if why is None:
         return head
     if str(config.method.draft) == MTP:
@@ -226,11 +226,19 @@ def _head(checkpoint: Readable, config: EngineConfig) -> ReadableHead | None:
     return None
 
 
+# What a retrieval level cannot do above a head.
+_CHAINS = "drafts for a retrieval level without trees (--method speculative drafts trees)"
+
+
+def _wants_tree_above(config: EngineConfig) -> bool:
+    """Whether a retrieval level is asked for trees."""
+    return config.method.fixed_tree is not None and config.method.method == "triforce"
+
+
 def _checked(head: Eagle3Checkpoint, config: EngineConfig) -> Eagle3Checkpoint:
     """Return a head that can draft as it is asked to. Raises UsageError for others."""
-    if config.method.fixed_tree is not None:
-        name = head.config.layers[0].joins.in_words
-        raise UsageError(f"--draft: an {name} drafts chains, and no trees")
+    if _wants_tree_above(config):
+        raise UsageError(f"--draft: an {head.config.layers[0].joins.in_words} {_CHAINS}")
     return head
 
 

@@ -95,7 +95,7 @@ class _Served:
             case calls.KeepDrafted():
                 context.levels.keep_drafted(call.rows)
             case calls.RunHead():
-                context.levels.run_head(call.tokens, call.start)
+                context.levels.run_head(call)
             case calls.End():
                 context.end()
             case calls.Restore():

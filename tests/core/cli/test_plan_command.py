@@ -150,45 +150,6 @@ def test_advice_follows_from_what_bounds_the_plan(capsys, arguments, advice: str
         assert "--draft-kv" not in said, "the planner chose it"
 
 
-def test_auto_takes_an_mtp_head_where_it_fits(capsys) -> None:
-    base = ("qwen3.5-9b:q4_k_m", "--gpu", "rtx4090", "--context", 32768)
-    memory = ("--device-memory", "2.6GB")
-    for given, drafter in ((("--device-memory", "3GB"), "mtp"), (memory, "ngram")):
-        assert figures(capsys, *base, *given)["plan"]["draft"] == drafter
-    code, _, err = run(capsys, "plan", *base, *memory, "--draft", "mtp")
-    assert (code, "more device memory" in err) == (3, True), err
-    assert figures(capsys, "qwen3.8-27b", *base[1:], "--gpus", 2)["plan"]["draft"] == "mtp"
-
-
-def test_an_eagle3_head_of_the_usual_shape_or_of_a_config(capsys, tmp_path) -> None:
-    """An engine takes the head's directory, which the printed command leaves to the reader."""
-    base = ("llama3.1-8b", "--gpu", "rtx4090", "--context", 32768)
-    usual = figures(capsys, *base, "--draft", "eagle3")
-    assert usual["seconds_per_token"] < figures(capsys, *base)["seconds_per_token"]
-    code, out, _ = run(capsys, "plan", *base, "--draft", "eagle3")
-    assert (code, "--draft HEAD" in command_of(out)) == (0, True)
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 2048,
-        "vocab_size": 128256,
-        "draft_vocab_size": 32000,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    given = figures(capsys, *base, "--draft", tmp_path)
-    assert given["seconds_per_token"] == usual["seconds_per_token"]
-    # The first of two GPUs holds an embedding for it.
-    two = figures(capsys, *base, "--gpus", 2, "--draft", "eagle3")["memory"]["drafting_bytes"]
-    assert two > 128256 * 4096 * 2
-    code, _, err = run(capsys, "plan", "qwen3-30b-a3b", *base[1:], "--draft", "eagle3")
-    assert (code, "no typical shape" in err) == (4, True), err
-
-
 def test_hub_ids_are_known_by_their_names(capsys) -> None:
     options = ("--gpu", "rtx4090", "--context", 8192)
     by_id = figures(capsys, "meta-llama/Llama-3.1-8B-Instruct", *options)

@@ -15,7 +15,7 @@ from law_tests import LEAST_P, p_value
 from triforce_core.decoding.acceptance import Optimal
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import distributions
-from triforce_core.decoding.drafters.small_model import _SmallModelProposer
+from triforce_core.decoding.drafters.model_proposer import ModelProposer
 from triforce_core.decoding.levels import propose_draft, verify_draft
 from triforce_core.decoding.trees import tree
 from triforce_core.decoding.trees.growing import Tree
@@ -60,7 +60,7 @@ class Drafter:
 
 def distribution(rule: Optimal, growth: Growth, until: float = 0.0) -> tuple[float, list[int]]:
     """The p-value of a long text's transitions, and how many tokens each draft had that held."""
-    proposer, verifying = _SmallModelProposer(Drafter(), PARAMS, rule), rule
+    proposer, verifying = ModelProposer(Drafter(), PARAMS, rule), rule
     text, accepted, p = Text([0]), [], 1.0
     for looked in range(1_000, TOKENS + 1_000, 1_000):
         while text.committed < min(looked, TOKENS):
@@ -129,9 +129,7 @@ def test_every_first_child_that_was_drawn_is_in_the_tree_however_unlikely() -> N
     logits = 16.0 * torch.eye(VOCAB).roll(1, 0)
     for start in range(VOCAB):
         rule = Rarest()
-        draft = _SmallModelProposer(Drafter(logits), params, rule).branch(
-            Text([start]), asked(), 9, 3
-        )
+        draft = ModelProposer(Drafter(logits), params, rule).branch(Text([start]), asked(), 9, 3)
         tokens, branches = draft.tokens.tolist(), draft.branches
         assert rule.drawn
         assert [tokens[index] for index in branches.drawn] == rule.drawn
@@ -152,7 +150,7 @@ def test_a_wrong_residual_is_found_out() -> None:
 
 def test_children_are_distinct_and_those_that_are_sure_the_likeliest() -> None:
     rule, growth = Optimal(torch.Generator().manual_seed(4)), Growth(30, 4, asked=True)
-    proposer, wide = _SmallModelProposer(Drafter(), PARAMS, rule), 0
+    proposer, wide = ModelProposer(Drafter(), PARAMS, rule), 0
     for start in range(VOCAB):
         draft = proposer.branch(Text([start]), growth, 30, 4)
         tokens, branches = draft.tokens.tolist(), draft.branches
@@ -193,7 +191,7 @@ def seconds_per_token(
     rule, target = Optimal(generator), (sharpness * LOGITS).softmax(-1)
     drafter = Drafter(sharpness * DRAFT)
     params = SamplingParams(temperature=1.0, top_p=1.0)
-    proposer, text = _SmallModelProposer(drafter, params, rule), Text([0])
+    proposer, text = ModelProposer(drafter, params, rule), Text([0])
     seconds, tokens = 0.0, 0
     for number in range(rounds):
         drafter.forwards, nodes = 0, choose(growth)

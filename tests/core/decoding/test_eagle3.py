@@ -21,12 +21,14 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.trees.growing import Tree
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
 NEW = 40
 RUNS = {
     "speculative": {"method": "speculative", "draft_tokens": 6},
+    "tree": {"method": "speculative", "tree": 13},
     "retrieval": {"budget": 16, "draft_tokens": 12, "inner_draft_tokens": 3},
     "learned": {},
 }
@@ -74,6 +76,38 @@ def test_a_head_computes_what_its_authors_publish(llama, tmp_path, kind: str) ->
                 own.keep(range(kept))
                 own.text.commit(rows[1:kept])
                 own.end()
+        own.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_tree_see_their_path_alone(llama, tmp_path, kind: str) -> None:
+    """Each row computes what it does behind a chain of its path's tokens."""
+    path, model = llama
+    head, choose = RandomHead(model, tmp_path / "head", KINDS[kind]), random.Random(1)
+    with engine(path, "kv", draft=head.directory, method="speculative", tree=30) as ours:
+        own = Context(ours.models)
+        own.prefill(random_ids(50, 2), 60, lambda _: None)
+        drafter, text = own.levels.drafter, [*own.text.tokens, 5]
+        for _ in range(3):
+            drafter.forward(drafter.catch_up(Text(text), 20))
+            tree, level = Tree(), [0]
+            for _ in range(4):
+                rows = [
+                    tree.add(row, choose.randrange(97), 1.0, 1.0)
+                    for row in level
+                    for _ in range(choose.randint(1, 2))
+                ]
+                # Not every row is run.
+                level = sorted(choose.sample(rows, min(3, len(rows))))
+                for row, logits in zip(level, drafter.forward_tree(tree, level), strict=True):
+                    tokens, depth = [], tree.depths[row]
+                    while row:
+                        tokens.insert(0, tree.tokens[row - 1])
+                        row = tree.parents[row - 1]
+                    exact = head.logits([*text, *tokens], depth)
+                    known = exact.isfinite()
+                    bound = 1e-4 * float(exact[known].abs().max())
+                    assert_within(logits[known], exact[known], bound)
         own.close()
 
 
@@ -141,7 +175,12 @@ def test_a_saved_context_goes_on(llama, tmp_path) -> None:
 
 
 REFUSED = {
-    "trees": (Made(), {"tree": 20}, UsageError, "drafts chains, and no trees"),
+    "trees": (
+        Made(),
+        {"tree": 20, "method": "triforce"},
+        UsageError,
+        "for a retrieval level without trees",
+    ),
     "width": (Made(hidden=48), {}, CheckpointError, "48 wide and the model 64"),
     "layers": (Made(more={"num_hidden_layers": 2}), {}, UnsupportedModelError, "of 2 layers"),
     "taps": (Made(tapped=(1, 2, 4)), {}, CheckpointError, r"layers \[1, 2, 4\] of a model with 3"),

@@ -28,6 +28,8 @@ from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError, Usa
 NEW = 40
 RUNS = {
     "speculative": {"method": "speculative", "draft_tokens": 6},
+    "tree": {"method": "speculative", "tree": 13},
+    "any shape": {"method": "speculative"},
     "retrieval": {"budget": 16, "draft_tokens": 12, "inner_draft_tokens": 3},
     "learned": {},
 }
@@ -179,10 +181,9 @@ def test_it_is_what_auto_takes_where_there_is_one(headed, tiny, tmp_path) -> Non
         assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
     with pytest.raises(UsageError, match="have no MTP head that is known"):
         engine(plain, draft="mtp")
-    tree = {"method": "speculative", "tree": 20}
-    with pytest.raises(UsageError, match="drafts chains, and no trees"):
-        engine(path, draft="mtp", **tree)
-    with engine(path, **tree) as ours:
+    with pytest.raises(UsageError, match="for a retrieval level without trees"):
+        engine(path, draft="mtp", tree=20)
+    with engine(path, tree=20) as ours:
         assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
 
 

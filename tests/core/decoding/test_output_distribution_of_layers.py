@@ -45,11 +45,13 @@ WAYS: dict[str, dict[str, object]] = {
 # A random head: its drafts cost time, and no token.
 WITH_HEAD: dict[str, dict[str, object]] = {
     "mtp": {"method": "speculative", "draft": "mtp", "draft_tokens": 2},
+    "mtp, trees": {"method": "speculative", "draft": "mtp", "tree": 7},
     "retrieval, mtp": {"draft": "mtp", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
 }
 # Likewise, a head in files of its own that knows half of the tokens.
 WITH_EAGLE3: dict[str, dict[str, object]] = {
     "eagle3": {"method": "speculative", "draft": "{head}", "draft_tokens": 2},
+    "eagle3, trees": {"method": "speculative", "draft": "{head}", "tree": 7},
     "retrieval, eagle3": {"draft": "{head}", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
 }
 OPTIONS = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}

@@ -11,6 +11,7 @@ from thread_ranks import engine
 
 PROMPT, NEW = 120, 40
 METHODS = {
+    "tree": {"method": "speculative", "tree": 9},
     "speculative": {"method": "speculative", "draft_tokens": 6},
     "retrieval": {"method": "triforce", "budget": 32, "draft_tokens": 8, "inner_draft_tokens": 3},
     "learned": {"method": "triforce"},

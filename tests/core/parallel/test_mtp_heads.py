@@ -18,6 +18,7 @@ from triforce_offload.errors import DoesNotFitError
 
 PROMPT, NEW = 120, 40
 METHODS = {
+    "tree": {"method": "speculative", "tree": 9},
     "speculative": {"method": "speculative", "draft_tokens": 6},
     "retrieval": {"method": "triforce", "budget": 32, "draft_tokens": 8, "inner_draft_tokens": 3},
     "learned": {"method": "triforce"},
@@ -41,13 +42,13 @@ def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The logits of the first rank's head, in order."""
-    logits, forward = [], HeadDrafter.forward
+    logits, told = [], HeadDrafter._told
 
-    def recorded(drafter: HeadDrafter, tokens: torch.Tensor) -> torch.Tensor:
-        logits.append(forward(drafter, tokens).clone())
+    def recorded(drafter: HeadDrafter, call: RunHead) -> torch.Tensor:
+        logits.append(told(drafter, call).clone())
         return logits[-1]
 
-    monkeypatch.setattr(HeadDrafter, "forward", recorded)
+    monkeypatch.setattr(HeadDrafter, "_told", recorded)
     return logits
 
 
@@ -90,9 +91,12 @@ def test_drafts_that_are_accepted_in_part_leave_all_ranks_alike(
     run, drafters, places = HeadDrafter.run, {}, {}
 
     def mostly_right(
-        drafter: HeadDrafter, tokens: torch.Tensor, start: tuple[int, ...] | None
+        drafter: HeadDrafter,
+        tokens: torch.Tensor,
+        start: tuple[int, ...] | None,
+        parents: tuple[int, ...] | None,
     ) -> torch.Tensor:
-        logits, drafters[threading.get_ident()] = run(drafter, tokens, start), drafter
+        logits, drafters[threading.get_ident()] = run(drafter, tokens, start, parents), drafter
         if logits.shape[1]:
             places[drafter] = place = (
                 places[drafter] + 1 if start is None else start[2] + len(tokens) - start[1]

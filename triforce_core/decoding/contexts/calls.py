@@ -128,11 +128,12 @@ class KeepDrafted(ContextCall):
 
 @dataclass(frozen=True)
 class RunHead(ContextCall):
-    """Run the head over some tokens. start: see `HeadDrafter.run`"""
+    """Run the head over some tokens. start, parents: see `HeadDrafter.run`"""
 
     computes = True
     tokens: torch.Tensor
     start: tuple[int, ...] | None
+    parents: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ class DraftLevels:
         rows = self.retrieval.follow(tokens.shape[0], parents)
         return self.model.logits(tokens, self.retrieval.length, rows)
 
-    def run_head(self, tokens: torch.Tensor, start: tuple[int, ...] | None) -> None:
+    def run_head(self, call: calls.RunHead) -> None:
         """Run this rank's part of the head. See `HeadDrafter.run`."""
-        self.drafter.run(tokens, start)
+        self.drafter.run(call.tokens, call.start, call.parents)
 
     @property
     def taps(self) -> tuple[int, ...]:

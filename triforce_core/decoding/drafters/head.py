@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.drafters.small_model import ModelProposer
+from triforce_core.decoding.drafters.drafted_rows import DraftedRows
+from triforce_core.decoding.drafters.model_proposer import ModelProposer
+from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.heads.head import Head
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import SINKS, WINDOW
@@ -19,13 +20,6 @@ from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import put
 from triforce_offload.weights.store import ResidentWeights
-
-
-class _Next(NamedTuple):
-    """What follows a token that was run: its position [1], and its state [1, hidden]."""
-
-    position: torch.Tensor
-    state: torch.Tensor
 
 
 class HeadDrafter:
@@ -64,7 +58,13 @@ class HeadDrafter:
         self._firsts = self._recent = head.no_states()
         self._begin = 0
         self._start: tuple[int, int, int] | None = None
-        self._next: _Next | None = None
+        # The drafted rows that were run, and the state after the text's last pair and after each of
+        # them, with the position of the token after the text.
+        self._drafted = DraftedRows()
+        self._states = head.no_states()
+        self._end = 0
+        # Index of each row of a tree among the drafted rows.
+        self._ran_rows: dict[int, int] = {}
 
     @property
     def device(self) -> torch.device:
@@ -146,35 +146,79 @@ class HeadDrafter:
         return put([tokens[place] for place in new], self.device)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the pairs that `catch_up` prepared, or a drafted token [1] after them. Return the
-        logits after the last, [1, vocab].
-        """
+        """ModelDrafter.forward: run the pairs that `catch_up` prepared, or a drafted token [1]."""
         start, self._start = self._start, None
-        self._tell(calls.RunHead(tokens, start))
-        return self.run(tokens, start)
+        return self._told(calls.RunHead(tokens, start, None))
 
-    def run(self, tokens: torch.Tensor, start: tuple[int, ...] | None) -> torch.Tensor:
-        """Do what `forward` does on this rank. Ranks but the first return no logits, [1, 0].
+    def forward_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
+        """ModelDrafter.forward_tree: the given rows alone."""
+        ran = {0: -1} | self._ran_rows
+        parents = tuple(ran[tree.parents[row - 1]] for row in rows)
+        held = len(self._drafted)
+        self._ran_rows |= {row: held + place for place, row in enumerate(rows)}
+        tokens = put([tree.tokens[row - 1] for row in rows], self.device)
+        return self._told(calls.RunHead(tokens, None, parents))
+
+    def _told(self, call: calls.RunHead) -> torch.Tensor:
+        self._tell(call)
+        return self.run(call.tokens, call.start, call.parents)
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        start: tuple[int, ...] | None,
+        parents: tuple[int, ...] | None,
+    ) -> torch.Tensor:
+        """Do what `forward` and `forward_tree` do on this rank. Ranks but the first return no
+        logits, [rows, 0].
 
         start: number of pairs in the KV before these, of pairs of the text's first tokens, and the
-            position of the first recent one; None for a drafted token after the last call's
+            position of the first recent one; None for drafted tokens
+        parents: for each drafted token the drafted row that it follows, or -1 for the text; None
+            for a chain after the last row
         """
-        if start is None:
-            positions, states = self._next
-        else:
-            self._kv.end, firsts, begin = start
-            recent = range(begin, begin + len(tokens) - firsts)
-            before = begin - 1 - self._begin
-            known = self._firsts[:firsts], self._recent[before : before + len(recent)]
-            places = [*self._head.first_positions(firsts, begin), *recent]
-            positions, states = put(places, self.device), torch.cat(known)
+        batch, states = self._of_text(tokens, start) if start else self._of_draft(tokens, parents)
         with self._trace.compute("head", tokens=tokens.shape[0]):
-            batch = ForwardBatch(tokens, positions)
             hidden = self._head.run(batch, states, self._weights, self._kv)
             self._kv.keep(range(tokens.shape[0]))
-            after = self._head.after(hidden[-1:])
-            self._next = _Next(positions[-1:] + 1, after.state)
+            if start:
+                after = self._head.after(hidden[-1:])
+                self._states = after.state
+            else:
+                after = self._head.after(hidden)
+                self._drafted.keep(range(tokens.shape[0]))
+                self._states = torch.cat((self._states, after.state))
             return after.logits
+
+    def _of_text(
+        self, tokens: torch.Tensor, start: tuple[int, ...]
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """Return pairs of the text, with their states."""
+        self._kv.end, firsts, begin = start
+        recent = range(begin, begin + len(tokens) - firsts)
+        before = begin - 1 - self._begin
+        known = self._firsts[:firsts], self._recent[before : before + len(recent)]
+        places = [*self._head.first_positions(firsts, begin), *recent]
+        self._drafted.forget()
+        self._ran_rows = {}
+        self._end = recent.stop
+        return ForwardBatch(tokens, put(places, self.device)), torch.cat(known)
+
+    def _of_draft(
+        self, tokens: torch.Tensor, parents: tuple[int, ...] | None
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """Return pairs of drafted tokens, with the states after the rows that they follow."""
+        held, count = len(self._drafted), len(tokens)
+        rows = self._drafted.follow(count, parents, self._end)
+        if rows is None:
+            place = self._end + held
+            batch = ForwardBatch.text(tokens, place, self.device)
+        else:
+            visible = put(rows.visible, self.device, torch.bool)
+            batch = ForwardBatch(tokens, put(rows.positions, self.device), drafted=visible)
+        if parents is None:
+            return batch, self._states[-1:]
+        return batch, self._states[put([parent + 1 for parent in parents], self.device)]
 
     def have_drawn(self, tokens: torch.Tensor) -> None:
         """See SmallModelDrafter. Pairs of drafted tokens run again with other states."""
