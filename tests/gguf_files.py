@@ -202,7 +202,8 @@ def _of_head(head: dict[str, torch.Tensor], layers: int) -> dict[str, np.ndarray
             tensors[f"blk.{layers}.nextn.{others[name]}.weight"] = array
         else:
             whole = name.replace("mtp.layers.0.", f"model.layers.{layers}.")
-            tensors[names.get_name(whole, (".weight",))] = array
+            of_experts = expert_tensors(whole, array)
+            tensors |= of_experts or {names.get_name(whole, (".weight",)): array}
     return tensors
 
 

@@ -17,7 +17,7 @@ from triforce_core.model.heads.head import HEADS, Head, OwnTensors
 from triforce_core.model.rope import Rope
 from triforce_core.model.sharing.divided import divided
 from triforce_core.model.sharing.share import Share
-from triforce_core.model.tensors import Layouts, drafter_layouts
+from triforce_core.model.tensors import Layouts
 from triforce_core.model.transformer import Ends, Model
 from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.levels import small_model_shape, window_tokens
@@ -172,7 +172,7 @@ class Execution:
         config, memory = self.resolved.sizes.drafter, self.memory
         like = self.resolved.memory.requirements.kv
         window = window_tokens(config, self.resolved.memory.requirements.max_draft_tokens)
-        layouts = drafter_layouts(config, like.dtype)
+        layouts = self.resolved.sizes.drafter_layouts
         with ExitStack() as stack:
             if config.layers[0].joins:
                 model = self._head(checkpoint, config, layouts, target, stack)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import torch
 
@@ -120,7 +121,7 @@ def _load(
         pieces = storable_pieces(checkpoint.pieces, sizes)
 
         def asked(drafter: ReadableDrafter | None) -> ModelSizes:
-            with_drafter = replace(sizes, drafter=drafter and _as_drafter(drafter.config))
+            with_drafter = _with_drafter_sizes(sizes, drafter)
             return with_asked_formats(with_drafter, config, pieces, room, unsplit)
 
         memory = DeviceMemory(device, limit, asked(drafter).stored_bytes)
@@ -154,8 +155,9 @@ def _with_drafter(
     config: EngineConfig,
     ranks: Ranks,
 ) -> tuple[Resolved, ReadableDrafter | None]:
-    """Return the plan and the drafter. If several ranks share the model, an MTP head that was not
-    asked for is left out, with a warning, if one of them has no room for its part.
+    """Return the plan and the drafter. An MTP head that was not asked for is left out if the plan
+    without it is faster; or, with a warning, if one of several ranks that share the model has no
+    room for its part.
 
     resolved: returns the plan with a drafter, given what agrees on a budget
     Raises UsageError or DoesNotFitError.
@@ -166,7 +168,13 @@ def _with_drafter(
         drafter = None
         if not ranks.index:
             _say_that_it_is_left_out()
-    return resolved(drafter, ranks.least), drafter
+    chosen = resolved(drafter, ranks.least)
+    if ranks.count == 1 and _may_leave_out(drafter, config) and chosen.seconds_per_token:
+        # Its memory may be worth more than its drafts.
+        without = resolved(None, ranks.least)
+        if (without.seconds_per_token or inf) < chosen.seconds_per_token:
+            return without, None
+    return chosen, drafter
 
 
 def _may_leave_out(drafter: ReadableDrafter | None, config: EngineConfig) -> bool:
@@ -240,6 +248,14 @@ def _checked(head: Eagle3Checkpoint, config: EngineConfig) -> Eagle3Checkpoint:
     if _wants_tree_above(config):
         raise UsageError(f"--draft: an {head.config.layers[0].joins.in_words} {_CHAINS}")
     return head
+
+
+def _with_drafter_sizes(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSizes:
+    if drafter is None:
+        return sizes
+    config = _as_drafter(drafter.config)
+    own = storable_pieces(drafter.pieces, sizes) if config.layers[0].joins else None
+    return replace(sizes, drafter=config, head_pieces=own)
 
 
 def _as_drafter(config: ModelConfig) -> ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import prod
 
@@ -33,6 +33,10 @@ from triforce_offload.weights.layouts import FlatLayout
 # accepts .937 of the tokens that its int4 copy drafts with groups of 64, and .891 with groups of
 # 192.
 _GROUPS = (64, 32)
+
+
+# Returns the format for a matrix's name and shape.
+MatrixFormat = Callable[[str, tuple[int, ...]], Format]
 
 
 def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
@@ -145,13 +149,21 @@ def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
     )
 
 
-def drafter_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
+def drafter_layouts(
+    config: ModelConfig, dtype: ElementType, pieces: Pieces | None = None
+) -> Layouts:
     """Return layouts of what a draft model has of its own: heads use parts of the model that they
     continue.
+
+    pieces: pieces of the matrices of a head's layer that are kept quantised; None for dense ones
     """
     layouts, joins = dense_layouts(config, dtype), config.layers[0].joins
     if joins is None:
         return layouts
+    if pieces is not None:
+        shapes = config.layers[0].shapes(config.hidden)
+        layer = _layout(shapes, dtype, _as_stored(pieces, dtype), "layers.0.")
+        layouts = replace(layouts, layers=(layer,))
     ends = joins.ends(config.hidden, config.vocab)
     embedding = joins.embedding(config.hidden)
     embedded = _dense(embedding, dtype) if embedding else None
@@ -160,7 +172,11 @@ def drafter_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
 
 def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> Layouts:
     """Return layouts with matrices as the checkpoint stores them, and all else in `dtype`."""
-    return _layouts(config, dtype, lambda name, shape: matrix(pieces(name), shape[1], dtype))
+    return _layouts(config, dtype, _as_stored(pieces, dtype))
+
+
+def _as_stored(pieces: Pieces, dtype: ElementType) -> MatrixFormat:
+    return lambda name, shape: matrix(pieces(name), shape[1], dtype)
 
 
 def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
@@ -180,26 +196,34 @@ def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str
     return _layouts(config, dtype, split)
 
 
-def _layouts(
-    config: ModelConfig, dtype: ElementType, matrix_format: Callable[[str, tuple[int, ...]], Format]
-) -> Layouts:
-    """Return layouts with all else than matrices in `dtype`.
+def _layout(
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: ElementType,
+    matrix_format: MatrixFormat,
+    prefix: str = "",
+) -> FlatLayout:
+    """Return the layout of some tensors, with all else than matrices in `dtype`.
 
-    matrix_format: returns the format for a matrix's name and shape
+    prefix: with what the names begin that `matrix_format` is given
     """
+    formats: dict[str, Format] = {
+        name: matrix_format(prefix + name, shape)
+        if _is_matrix(name, shape)
+        else _dense_tensor(name, shape, dtype)
+        for name, shape in shapes.items()
+    }
+    return FlatLayout.of(formats, EXPERT_TENSORS)
 
-    def layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> FlatLayout:
-        formats: dict[str, Format] = {
-            name: matrix_format(prefix + name, shape)
-            if _is_matrix(name, shape)
-            else _dense_tensor(name, shape, dtype)
-            for name, shape in shapes.items()
-        }
-        return FlatLayout.of(formats, EXPERT_TENSORS)
 
+def _layouts(config: ModelConfig, dtype: ElementType, matrix_format: MatrixFormat) -> Layouts:
+    """Return layouts with all else than matrices in `dtype`."""
+    layout = partial(_layout, dtype=dtype, matrix_format=matrix_format)
     hidden, ends = config.hidden, (config.vocab_rows, config.hidden)
     return Layouts(
-        tuple(layout(spec.shapes(hidden), f"layers.{i}.") for i, spec in enumerate(config.layers)),
+        tuple(
+            layout(spec.shapes(hidden), prefix=f"layers.{i}.")
+            for i, spec in enumerate(config.layers)
+        ),
         layout({"norm": (hidden,), "head": ends}),
         None if config.tied else layout({"embedding": ends}),
     )

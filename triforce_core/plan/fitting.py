@@ -38,11 +38,13 @@ class Resolved:
     sizes: sizes of the model in its final formats
     memory: where everything goes
     budget: number of tokens of the retrieval cache, 0 for none
+    seconds_per_token: as simulated, if the plan was chosen by time
     """
 
     sizes: ModelSizes
     memory: MemoryPlan
     budget: int
+    seconds_per_token: float | None = None
 
     @property
     def weights(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import drafter_layouts, kv_shape
+from triforce_core.model.tensors import kv_shape
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 
@@ -27,18 +27,17 @@ def small_model_shape(config: ModelConfig, like: KVShape) -> KVShape:
     return kv_shape(config, 1, like.dtype)
 
 
-def small_model_parts_bytes(
-    config: ModelConfig, like: KVShape, max_draft_tokens: int, windows: int = 1
-) -> int:
-    """Return the device bytes of a draft model and of its windows, without its temporaries."""
+def small_model_parts_bytes(config: ModelConfig, like: KVShape, max_draft_tokens: int) -> int:
+    """Return the device bytes of what a sequence has of a draft model: its window, and the states
+    of a head.
+    """
     tokens = window_tokens(config, max_draft_tokens)
     window = dense_bytes(small_model_shape(config, like), tokens)
-    parts = drafter_layouts(config, like.dtype).nbytes
-    if joins := config.layers[0].joins:
+    if config.layers[0].joins:
         window += head_states_bytes(config, tokens, max_draft_tokens, like.dtype.itemsize)
         # The model's token of each token of the head.
-        parts += 8 * config.vocab if joins.owns_ends else 0
-    return parts + windows * window
+        window += 8 * config.vocab
+    return window
 
 
 def head_states_bytes(

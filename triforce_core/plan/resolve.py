@@ -73,7 +73,7 @@ def _by_time(
         if fitted.memory.weights_file_bytes and chosen.weights.split and not sizes.weights.split:
             # Layers that passes read from files would be split in each pass.
             return None
-        return replace(fitted, sizes=chosen)
+        return replace(fitted, sizes=chosen, seconds_per_token=best.seconds_per_token)
     return None
 
 

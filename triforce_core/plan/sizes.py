@@ -7,9 +7,11 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import (
     Layouts,
     dense_layouts,
+    drafter_layouts,
     int4_layouts,
     kv_shape,
     matrices,
@@ -77,6 +79,8 @@ class ModelSizes:
     max_context: number of tokens of the longest sequence
     block_tokens: number of tokens of a KV block; None for about `device.copy_bytes` of KV
     drafter: config of the draft model, if there is one
+    head_pieces: if it is a head, pieces of the matrices of its layer, which are kept as stored if
+        the model's are
     layouts: layouts of the weights; None for dense in `dtype`
     kv_split: whether blocks of KV are split
     sequences: number of sequences that a pass may run over at once
@@ -89,6 +93,7 @@ class ModelSizes:
     method: MethodSettings
     block_tokens: int | None = None
     drafter: ModelConfig | None = None
+    head_pieces: Pieces | None = None
     device: Device = field(default_factory=Device)
     layouts: Layouts | None = None
     kv_split: bool = False
@@ -98,6 +103,12 @@ class ModelSizes:
     @property
     def weights(self) -> Layouts:
         return self.layouts or dense_layouts(self.config, self.dtype)
+
+    @property
+    def drafter_layouts(self) -> Layouts:
+        """Layouts of the draft model."""
+        pieces = self.head_pieces if self.weights.block_types else None
+        return drafter_layouts(self.drafter, self.dtype, pieces)
 
     @property
     def rounds_kv(self) -> bool:
@@ -291,7 +302,8 @@ class ModelSizes:
     def _drafting_bytes(self, shape: KVShape, budget: int) -> int:
         longest, total = self.max_draft_tokens(budget), 0
         if self.drafter:
-            total += small_model_parts_bytes(self.drafter, shape, longest, self.sequences)
+            total += self.drafter_layouts.nbytes
+            total += self.sequences * small_model_parts_bytes(self.drafter, shape, longest)
             total += distribution_bytes(self.drafter, 1)
             itemsize = self.dtype.itemsize
             forward = forward_bytes(self.drafter, _CATCH_UP, itemsize, self.max_context)

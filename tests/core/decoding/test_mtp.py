@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from float_bounds import assert_within
+from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, add_head, make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
@@ -67,7 +69,7 @@ class TheirHead:
             "mtp.layers.0.": "mtp_block.",
         }
         state = {}
-        for name, tensor in tensors.items():
+        for name, tensor in stacked(tensors).items():
             old = next(prefix for prefix in renamed if name.startswith(prefix))
             state[renamed[old] + name.removeprefix(old)] = tensor
         head.load_state_dict(state)
@@ -88,13 +90,31 @@ class TheirHead:
         return self._model.lm_head(hidden)[0, -1]
 
 
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a head's tensors with its experts in one tensor each, as transformers has them."""
+    apart = {name for name in tensors if re.search(r"experts\.\d+\.", name)}
+    if not apart:
+        return tensors
+    layer = "mtp.layers.0.mlp.experts."
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    count = len(apart) // len(kinds)
+    gate, up, down = (
+        torch.stack([tensors[f"{layer}{i}.{kind}.weight"] for i in range(count)]) for kind in kinds
+    )
+    whole = {f"{layer}gate_up_proj": torch.cat((gate, up), 1), f"{layer}down_proj": down}
+    return {name: tensors[name] for name in tensors.keys() - apart} | whole
+
+
 def proposed(drafter: HeadDrafter, text: list[int]) -> torch.Tensor:
     return drafter.forward(drafter.catch_up(Text(text), 5))[0]
 
 
 def test_the_head_computes_what_transformers_does(headed) -> None:
     """After prefills of any length, passes that keep some of their rows, and cuts."""
-    path, model, tensors = headed
+    follows_theirs(*headed)
+
+
+def follows_theirs(path: Path, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     theirs, choose = TheirHead(model, tensors), random.Random(0)
     with engine(path, "kv", draft="mtp", method="speculative", draft_tokens=6) as ours:
         own = Context(ours.models)
@@ -116,6 +136,36 @@ def test_the_head_computes_what_transformers_does(headed) -> None:
                 own.text.commit(rows[1:kept])
                 own.end()
         own.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "files"),
+    [
+        ("qwen3_5_moe", "apart"),
+        ("qwen3_5_moe", "stacked"),
+        ("qwen3_5_moe", "gguf"),
+        ("qwen3_next-moe", "apart"),
+    ],
+)
+def test_so_does_a_head_with_experts(tmp_path, family: str, files: str) -> None:
+    """Also where files store the experts of the head otherwise than those of the model."""
+    sparse = {"mlp_only_layers": []} if family == "qwen3_next-moe" else {}
+    model = make_model(family, tmp_path / "m", **sparse)
+    tensors = add_head(tmp_path / "m", model)
+    path, file = tmp_path / "m", tmp_path / "m" / "model.safetensors"
+    if files == "stacked":
+        held = {name: each for name, each in load_file(file).items() if name not in tensors}
+        whole = {name: each.contiguous() for name, each in stacked(tensors).items()}
+        save_file(held | whole, file, metadata={"format": "pt"})
+    if files == "gguf":
+        path = tmp_path / "m.gguf"
+        write_gguf(model, path, head=stacked(tensors))
+    follows_theirs(path, model, tensors)
+    prompt = random_ids(40, 5)
+    with engine(path, draft="mtp", **RUNS["tree"]) as ours:
+        found = ours.generate(prompt, greedy(NEW)).token_ids
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+    assert_equal_but_for_ties(model, prompt, found, theirs[0, 40:].tolist())
 
 
 def _ask(rows: list[int]) -> object:
@@ -166,6 +216,24 @@ def test_a_gguf_file_has_the_same_head(headed, tmp_path) -> None:
             found.append(proposed(own.levels.drafter, [*own.text.tokens, 5]))
             own.close()
     assert_within(found[1], found[0], 1e-4 * float(found[0].abs().max()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_head_is_kept_as_stored_where_the_model_is(tmp_path, family: str) -> None:
+    model = make_model(family, tmp_path / "m")
+    tensors = stacked(add_head(tmp_path / "m", model))
+    write_gguf(model, tmp_path / "m.gguf", GGMLQuantizationType.Q8_0, head=tensors)
+    found, nbytes = [], []
+    for weights in ("stored", "dense"):
+        options = {"draft": "mtp", "weights": weights, **RUNS["speculative"]}
+        with engine(tmp_path / "m.gguf", "kv", **options) as ours:
+            own = Context(ours.models)
+            own.prefill(random_ids(60, 2), 10, lambda _: None)
+            found.append(proposed(own.levels.drafter, [*own.text.tokens, 5]))
+            nbytes.append(ours.models.small.store.layouts[0].nbytes)
+            own.close()
+    assert_within(found[1], found[0], 1e-4 * float(found[0].abs().max()))
+    assert nbytes[0] < 0.5 * nbytes[1]
 
 
 def test_it_is_what_auto_takes_where_there_is_one(headed, tiny, tmp_path) -> None:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_config import gguf_config
-from triforce_core.model.checkpoints.mtp import MtpHead, head_names, head_pieces, mtp_config
+from triforce_core.model.checkpoints.mtp import (
+    MtpHead,
+    head_names,
+    head_pieces,
+    layer_prefix,
+    like_head,
+    mtp_config,
+)
 from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_names
 from triforce_core.model.checkpoints.pieces import Piece, block_type, stored_shapes
 from triforce_core.model.config import ModelConfig
@@ -145,17 +152,20 @@ class Checkpoint:
 
     @cached_property
     def mtp_head(self) -> MtpHead | None:
-        """The model's MTP head, None if the files have none that is known, or only parts of one.
-        Heads with experts are not used: they take gigabytes.
-        """
-        storing = self.config.kv_layers
-        if not storing or self.config.layers[storing[0]].mlp.active:
-            return None
+        """The model's MTP head, None if the files have none that is known, or only parts of one."""
         held = self._source.names()
-        names = head_names(held, len(self.config.layers))
+        names = head_names(held, len(self.config.layers)) if self.config.kv_layers else None
         if names is None:
             return None
-        pieces = head_pieces(self._names, storing[0], names)
+        full, naming = like_head(self.config), hf_names if self.metadata is None else gguf_names
+        prefix = layer_prefix(self._names, full)
+        # Experts of the head may be stored otherwise than the model's.
+        of_layers = prefix[: prefix.rindex(f"{full}.")]
+        renamed = [name for name in held if not name.startswith(of_layers)]
+        renamed += [
+            prefix + name.removeprefix(names.layer) for name in held if name.startswith(names.layer)
+        ]
+        pieces = head_pieces(naming(self.config, renamed), full, names)
         head = MtpHead(self, mtp_config(self.config), pieces)
         complete = all(
             name in held and _filled(self._source.shape(name)) == _filled(shape)
@@ -172,9 +182,13 @@ class Checkpoint:
         """
 
         def whole(name: str) -> list[tuple[int, BlockType | None]]:
-            return [(piece.rows, block_type(self._source, piece)) for piece in self._names(name)]
+            return self.kinds(self._names(name))
 
         return whole(name) if self._share is None else self._share.pieces(whole)(name)
+
+    def kinds(self, pieces: Sequence[Piece]) -> list[tuple[int, BlockType | None]]:
+        """Return the rows of pieces, and the block types that they can be kept in, or None."""
+        return [(piece.rows, block_type(self._source, piece)) for piece in pieces]
 
     def read(self, name: str, into: Weight) -> None:
         """Read `embedding`, `head`, `norm` or `layers.N.PART` into a tensor.

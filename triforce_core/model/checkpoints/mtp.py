@@ -14,7 +14,8 @@ from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.heads.joins import Mtp
 from triforce_core.model.layers import LayerSpec
-from triforce_core.model.sharing.share import Share
+from triforce_core.model.sharing.share import Pieces, Share
+from triforce_kernels.weights.block_types import F8_E4M3, BlockType
 
 if TYPE_CHECKING:
     from triforce_kernels.weights.linear import Weight
@@ -43,15 +44,42 @@ _QWEN = HeadNames(
 )
 
 
+# Families whose published files have a head.
+_PUBLISHED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
+
+def like_head(config: ModelConfig) -> int:
+    """Return the index of a layer of a model that is like its head: the last with full attention,
+    since the first layers of some models have no experts.
+    """
+    return config.kv_layers[-1]
+
+
 def mtp_config(config: ModelConfig) -> ModelConfig:
     """Return the config of a model's MTP head: a full-attention layer like the model's own."""
-    spec: LayerSpec = config.layers[config.kv_layers[0]]
+    spec: LayerSpec = config.layers[like_head(config)]
     return replace(config, layers=(replace(spec, joins=Mtp()),))
 
 
 def publishes_head(config: ModelConfig) -> bool:
     """Whether published files of this family have a head."""
-    return config.family == "qwen3_5_text"
+    return config.family in _PUBLISHED
+
+
+def planned_pieces(config: ModelConfig, pieces: Pieces) -> Pieces:
+    """Return the pieces of the head of a model that is quantised alike. FP8 checkpoints are taken
+    to have heads in 16 bits.
+
+    config: of the whole model. pieces: of its matrices, or of a rank's share of them
+    """
+    full = like_head(config)
+
+    def of_head(name: str) -> list[tuple[int, BlockType | None]]:
+        part = name.split(".")[-1]
+        found = pieces(f"layers.{full}.{'o' if part == 'join' else part}")
+        return [(rows, None if kind is F8_E4M3 else kind) for rows, kind in found]
+
+    return of_head
 
 
 def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
@@ -75,6 +103,12 @@ def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
     return next((each for each in (_QWEN, llama_cpp) if each.join in names), None)
 
 
+def layer_prefix(of_model: Callable[[str], list[Piece]], layer: int) -> str:
+    """Return with what the names of the tensors of a model's layer begin in its files."""
+    some = of_model(f"layers.{layer}.o")[0].name
+    return some[: some.index(f".{layer}.") + len(f".{layer}.")]
+
+
 def head_pieces(
     of_model: Callable[[str], list[Piece]], full: int, names: HeadNames
 ) -> Callable[[str], list[Piece]]:
@@ -83,8 +117,7 @@ def head_pieces(
     of_model: returns the pieces of a tensor of the model, by its name
     full: index of a full-attention layer of the model, as which the head's layer is named
     """
-    some = of_model(f"layers.{full}.o")[0].name
-    prefix = some[: some.index(f".{full}.") + len(f".{full}.")]
+    prefix = layer_prefix(of_model, full)
     (norm,) = of_model("norm")
     others = names._asdict()
 
@@ -109,21 +142,30 @@ class Whole(Protocol):
 
     def read_pieces(self, name: str, pieces: Sequence[Piece], into: Weight) -> None: ...
 
+    def kinds(self, pieces: Sequence[Piece]) -> list[tuple[int, BlockType | None]]: ...
+
 
 class MtpHead:
     """The MTP head of a checkpoint, as a checkpoint of its own. See `Readable`."""
 
     def __init__(
-        self, whole: Whole, config: ModelConfig, pieces: Callable[[str], list[Piece]]
+        self,
+        whole: Whole,
+        config: ModelConfig,
+        pieces: Callable[[str], list[Piece]],
+        kinds: Pieces | None = None,
     ) -> None:
-        """config: see `mtp_config`. pieces: see `head_pieces`"""
+        """config: see `mtp_config`. pieces: see `head_pieces`
+        kinds: rows and block types of these pieces; None for those of whole tensors
+        """
         self.config = config
         self._whole = whole
         self._pieces = pieces
+        self._kinds = kinds
 
     def shared(self, share: Share) -> MtpHead:
         """Return a rank's share of the head, which is divided as the model's own layers are."""
-        full, spec = share.whole.kv_layers[0], self.config.layers[0]
+        full, spec = like_head(share.whole), self.config.layers[0]
         divided = {*spec.mixer.shapes(self.config.hidden), *spec.mlp.shapes(self.config.hidden)}
 
         def pieces(name: str) -> list[Piece]:
@@ -133,7 +175,19 @@ class MtpHead:
             windows = share.windows(f"layers.{full}.{part}")
             return [piece.within(own) for piece, own in zip(whole, windows, strict=True)]
 
-        return MtpHead(self._whole, mtp_config(share.config), pieces)
+        as_model = share.pieces(lambda name: self.pieces(name.split(".")[-1]))
+
+        def kinds(name: str) -> list[tuple[int, BlockType | None]]:
+            part = name.split(".")[-1]
+            return as_model(f"layers.{full}.{part}") if part in divided else self.pieces(part)
+
+        return MtpHead(self._whole, mtp_config(share.config), pieces, kinds)
+
+    def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
+        """Readable.pieces."""
+        if self._kinds is not None:
+            return self._kinds(name)
+        return self._whole.kinds(self._pieces(name))
 
     def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors that files hold for the head, with their shapes."""

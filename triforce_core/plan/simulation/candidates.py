@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from triforce_core.model.tensors import kv_shape
+from triforce_core.model.tensors import drafter_layouts, kv_shape
 from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, without_kernels
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
@@ -265,6 +265,9 @@ def _drafter_seconds(case: Case) -> float:
     if config is None:
         return 0.0
     costs = Costs(config, case.dtype, replace(case.hardware, gpus=1))
+    if case.head_pieces:
+        layers = drafter_layouts(config, case.dtype, case.head_pieces).layers
+        costs = replace(costs, stored=costs.matrices.with_layers(layers))
     joins = config.layers[0].joins
     if joins and not joins.owns_ends:
         # An MTP head multiplies by the model's own output matrix, on all GPUs.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from triforce_core.model.checkpoints.eagle3 import on_ranks
-from triforce_core.model.checkpoints.mtp import mtp_config
+from triforce_core.model.checkpoints.mtp import mtp_config, planned_pieces
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
 from triforce_core.model.tensors import (
@@ -99,6 +99,14 @@ class Case:
             return on_ranks(self.draft_config, self.hardware.gpus, self.config.vocab)
         return mtp_config(self.rank)
 
+    @property
+    def head_pieces(self) -> Pieces | None:
+        """Pieces of the first GPU's share of the MTP head, if it drafts and is quantised."""
+        joins = self.draft_config and self.draft_config.layers[0].joins
+        if self.pieces is None or not joins or joins.owns_ends:
+            return None
+        return planned_pieces(self.config, self.share.pieces(self.pieces))
+
     @cached_property
     def layouts(self) -> Layouts:
         """Layouts of one GPU's share of the weights."""
@@ -152,6 +160,7 @@ class Case:
             method,
             self.fixed.get("block_tokens"),
             self.drafter,
+            self.head_pieces,
             self.device or self._device,
             self.layouts,
             self.split_kv,

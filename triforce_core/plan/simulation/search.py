@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from triforce_core.plan.fitting import needs_weights
 from triforce_core.plan.plan import Plan
@@ -25,21 +26,21 @@ _FEW_INNER_DRAFTS = (1, 3, 6)
 
 
 def choose(case: Case) -> Candidate:
-    """Return the fastest plan, over all permitted formats of weights and KV.
+    """Return the fastest plan, over all permitted formats of weights and KV, and with n-grams in
+    place of a head that nobody asked for: its memory may be worth more than its drafts.
 
     A few draft lengths decide where everything goes; then the best of all lengths is taken.
 
     Raises UsageError, or DoesNotFitError, which suggests the smallest changes that would fit.
     """
     plans, refused = [], None
-    for each in _ways(case):
+    drafters = [case, case.without_head] if "draft" in case.auto else [case]
+    for each in chain.from_iterable(map(_ways, drafters)):
         try:
             plans.append(_choose(each))
         except DoesNotFitError as error:
             refused = refused or error
     if refused and not plans:
-        if "draft" in case.auto:
-            return choose(case.without_head)
         raise refused
     return _with_best_lengths(min(plans, key=lambda plan: plan.seconds_per_token))
 
