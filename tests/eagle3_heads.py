@@ -21,7 +21,7 @@ class Made:
     hidden: its width; None for the model's
     tokens: number of the model's tokens that it knows; None for all
     embeds: whether it has an embedding of its own
-    norms_residual: see `joins.Eagle3`
+    norms_residual, norms_output: see `joins.Eagle3`
     tapped: layers that its config names; None for none
     style: who wrote the files: "specforge", "speculators" or "eagle" (a pytorch_model.bin)
     """
@@ -30,6 +30,7 @@ class Made:
     tokens: int | None = 31
     embeds: bool = False
     norms_residual: bool = False
+    norms_output: bool = False
     tapped: tuple[int, ...] | None = None
     style: str = "specforge"
     heads: int = 4
@@ -42,7 +43,7 @@ class Made:
 
 KINDS = {
     "specforge": Made(),
-    "all tokens": Made(tokens=None, tapped=(0, 1)),
+    "all tokens": Made(tokens=None, tapped=(2, 1), norms_output=True),
     "speculators": Made(
         hidden=48, embeds=True, norms_residual=True, tapped=(1, 2), style="speculators"
     ),
@@ -115,6 +116,8 @@ class RandomHead:
             "hidden_act": "silu",
         }
         own: dict[str, object] = {"draft_vocab_size": len(self._known)}
+        if made.norms_output:
+            own["norm_output"] = True
         if made.style == "speculators":
             own |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
             own |= {"transformer_layer_config": config}
@@ -123,7 +126,8 @@ class RandomHead:
         else:
             own |= config | {"architectures": ["LlamaForCausalLMEagle3"]}
             if made.tapped is not None:
-                # SpecForge names the layers whose output it is; that of none is the embedding.
+                # SpecForge names the layers whose output it is, beginning with 1.
+                assert made.tapped[0] == 2
                 ids = [tapped - 1 for tapped in made.tapped]
                 own["eagle_config"] = {
                     "use_aux_hidden_state": True,
@@ -171,8 +175,9 @@ class RandomHead:
             gate = F.silu(inner @ w["mlp.gate_proj.weight"].T)
             up = inner @ w["mlp.up_proj.weight"].T
             out = hidden + (gate * up) @ w["mlp.down_proj.weight"].T
-            states = torch.cat((states, out[-1:]))
-        own = self._norm(out[-1:], w["norm.weight"]) @ w["lm_head.weight"].T
+            normed = self._norm(out[-1:], w["norm.weight"])
+            states = torch.cat((states, normed if made.norms_output else out[-1:]))
+        own = normed @ w["lm_head.weight"].T
         logits = torch.full((self._model.config.vocab_size,), float("-inf"), dtype=torch.float64)
         logits[self._known] = own[0]
         return logits

@@ -98,8 +98,9 @@ class MethodSettings:
 
     method: "triforce", "speculative" (the drafter proposes directly to the target) or
         "autoregressive"
-    draft: "auto" (the model's MTP head if it has one, else n-grams), "ngram", "mtp", "none", or the
-        path or hub id of a draft model with the same vocabulary, or of an EAGLE-3 head
+    draft: "auto" (the model's MTP head if it has one that fits and pays, else n-grams), "ngram",
+        "mtp", "none", or the path or hub id of a draft model with the same vocabulary, or of an
+        EAGLE-3 head
     draft_tokens: number of draft tokens that a pass verifies at most; "auto" chooses it at run time
     tree: number of tokens of a tree draft for the target; `draft_tokens` then limits the depth of
         the tree. "auto" lets the retrieval level draft trees where something streams and `accept`

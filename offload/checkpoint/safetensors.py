@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_TORCH_NAMES = _DTYPES | {
-    "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn",
-    "U8": "uint8",
-    "I64": "int64",
-}
+_TORCH_NAMES = _DTYPES | {"F64": "float64", "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
+_WHOLE_NUMBERS = {"I64": "int64", "I32": "int32", "I16": "int16"}
 # Number of elements that are read at a time when they are converted.
 _CHUNK_ELEMENTS = 4 << 20
 
@@ -72,8 +68,7 @@ class SafetensorsSource:
         file, stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
             raise UnsupportedModelError(
-                f"{file.path}: {name} is {stored.dtype}, supported are "
-                f"{', '.join(each for each in _TORCH_NAMES if each != 'I64')}"
+                f"{file.path}: {name} is {stored.dtype}, supported are {', '.join(_TORCH_NAMES)}"
             )
         return stored.shape
 
@@ -107,6 +102,20 @@ class SafetensorsSource:
         for part, target in zip(blocks.split(step), into.split(step), strict=True):
             decoded = decode(part, kind, into.dtype)
             target.copy_(decoded[:, before : before + columns])
+
+    def whole_numbers(self, name: str) -> torch.Tensor:
+        """Return a list of whole numbers, [count] int64. Raises CheckpointError for others."""
+        import torch
+
+        file, stored = self._tensors[name]
+        if len(stored.shape) != 1 or stored.dtype not in _WHOLE_NUMBERS:
+            raise CheckpointError(f"{file.path}: {name} is no list of whole numbers")
+        dtype = getattr(torch, _WHOLE_NUMBERS[stored.dtype])
+        raw = bytearray(stored.shape[0] * dtype.itemsize)
+        if not raw:
+            return torch.empty(0, dtype=torch.int64)
+        file.fill(memoryview(raw), stored.start, name)
+        return torch.frombuffer(raw, dtype=dtype).long()
 
     def _read_plain(
         self, name: str, into: torch.Tensor, corner: Corner, columns: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,11 +31,17 @@ class TorchFiles:
             raise CheckpointError(f"{directory} holds neither safetensors nor {_NAME}")
         try:
             loaded = torch.load(self._path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.PickleError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:
+            # Damaged files make PyTorch raise errors of any kind.
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckpointError(f"cannot read {self._path}: {reason:.200}") from error
         if not isinstance(loaded, dict) or not all(
-            isinstance(name, str) and isinstance(each, torch.Tensor)
+            isinstance(name, str)
+            and isinstance(each, torch.Tensor)
+            and each.layout is torch.strided
+            and each.device.type == "cpu"
             for name, each in loaded.items()
         ):
             raise CheckpointError(f"{self._path} does not hold tensors by name")
@@ -54,7 +59,7 @@ class TorchFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         """TensorSource.shape."""
         tensor = self._tensors[name]
-        if not tensor.is_floating_point() or tensor.is_sparse:
+        if not tensor.is_floating_point():
             raise UnsupportedModelError(f"{self._path}: {name} holds {tensor.dtype}")
         return tuple(tensor.shape)
 
@@ -81,6 +86,15 @@ class TorchFiles:
         rows = into.numel() // columns
         part = stored.view(-1, stored.shape[-1])[corner.row : corner.row + rows]
         into.copy_(part[:, corner.column : corner.column + columns].view(into.shape))
+
+    def whole_numbers(self, name: str) -> torch.Tensor:
+        """Return a list of whole numbers, [count] int64. Raises CheckpointError for others."""
+        import torch
+
+        stored = self._tensors[name]
+        if stored.dim() != 1 or stored.dtype not in (torch.int64, torch.int32, torch.int16):
+            raise CheckpointError(f"{self._path}: {name} is no list of whole numbers")
+        return stored.long()
 
     def close(self) -> None:
         """TensorSource.close."""

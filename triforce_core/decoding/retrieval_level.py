@@ -18,11 +18,9 @@ from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.levels import Nothing, Proposer, Tally, Verifier, speculate
 from triforce_core.decoding.trees.growth import Growth
 from triforce_core.decoding.trees.retrieval_tree import WIDEST, Evaluated, RetrievalTree, TreeCosts
+from triforce_core.model.heads.head import MOST_LOGIT
 from triforce_core.params import SamplingParams
 from triforce_offload.memory.device import put
-
-# Logits of the retrieval level are limited to this magnitude.
-_MOST_LOGIT = 1e30
 
 
 class RetrievalVerifier:
@@ -41,7 +39,7 @@ class RetrievalVerifier:
 
     def probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.probs."""
-        logits = self._context.levels.draft(tokens).nan_to_num_(0.0, _MOST_LOGIT, -_MOST_LOGIT)
+        logits = self._context.levels.draft(tokens).nan_to_num_(0.0, MOST_LOGIT, -MOST_LOGIT)
         return distributions(logits, self._params, self._context.text, tokens[1:])
 
     def evaluate(
@@ -49,7 +47,7 @@ class RetrievalVerifier:
     ) -> Evaluated:
         """TreeVerifier.evaluate. Distributions depend on the logits alone."""
         logits = self._context.levels.draft(tokens, tuple(parents))
-        logits = logits.nan_to_num_(0.0, _MOST_LOGIT, -_MOST_LOGIT)
+        logits = logits.nan_to_num_(0.0, MOST_LOGIT, -MOST_LOGIT)
         likely = rule.likeliest(logits, self._params, positions, WIDEST)
         return Evaluated(distributions(logits, self._params), *likely)
 

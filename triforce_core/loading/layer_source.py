@@ -51,7 +51,7 @@ class Readable(Protocol):
 
 
 class ReadableHead(Protocol):
-    """The source of the weights of a head, see `model.joins`."""
+    """The source of the weights of a head, see `model.heads.joins`."""
 
     config: ModelConfig
 

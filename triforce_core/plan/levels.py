@@ -35,8 +35,6 @@ def small_model_parts_bytes(config: ModelConfig, like: KVShape, max_draft_tokens
     window = dense_bytes(small_model_shape(config, like), tokens)
     if config.layers[0].joins:
         window += head_states_bytes(config, tokens, max_draft_tokens, like.dtype.itemsize)
-        # The model's token of each token of the head.
-        window += 8 * config.vocab
     return window
 
 

@@ -307,7 +307,9 @@ class ModelSizes:
             total += distribution_bytes(self.drafter, 1)
             itemsize = self.dtype.itemsize
             forward = forward_bytes(self.drafter, _CATCH_UP, itemsize, self.max_context)
-            if self.drafter.layers[0].joins:
+            if joins := self.drafter.layers[0].joins:
+                # The model's token of each token of the head.
+                total += 8 * self.drafter.vocab if joins.owns_ends else 0
                 # Embeddings and states, as they come, normed and joined, of which ranks have all.
                 forward = max(forward, _CATCH_UP * 7 * self.drafter.hidden * itemsize)
             total += forward

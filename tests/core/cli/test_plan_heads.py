@@ -55,5 +55,8 @@ def test_an_eagle3_head_of_the_usual_shape_or_of_a_config(capsys, tmp_path) -> N
     # The first of two GPUs holds an embedding for it.
     two = figures(capsys, *base, "--gpus", 2, "--draft", "eagle3")["memory"]["drafting_bytes"]
     assert two > 128256 * 4096 * 2
+    saved = ("--draft", "eagle3", "--save", tmp_path / "p.json")
+    code, _, err = run(capsys, "plan", *base, *saved)
+    assert (code, "--save needs the head" in err) == (2, True), err
     code, _, err = run(capsys, "plan", "qwen3-30b-a3b", *base[1:], "--draft", "eagle3")
     assert (code, "no typical shape" in err) == (4, True), err

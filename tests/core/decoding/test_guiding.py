@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle3_heads import Made, RandomHead
 from helpers import BLOCK, placed, write_tokens_of_bytes
+from transformers import AutoModelForCausalLM
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.loading.open_model import OpenModel
@@ -29,6 +31,9 @@ WAYS = {
     "n-grams": {"method": "speculative", "draft_tokens": 4},
     "retrieval": {"draft": "none", "budget": 32, "draft_tokens": 5},
     "both": {"budget": 32, "draft_tokens": 5, "inner_draft_tokens": 2},
+    # A head that knows few tokens: the grammar may leave none of them.
+    "head": {"method": "speculative", "draft_tokens": 4},
+    "retrieval, head": {"budget": 32, "draft_tokens": 5, "inner_draft_tokens": 2},
 }
 
 
@@ -37,12 +42,14 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokens are bytes, and one that ends a text."""
     directory = tmp_path_factory.mktemp("bytes")
     write_tokens_of_bytes(directory)
+    RandomHead(AutoModelForCausalLM.from_pretrained(directory), directory / "head", Made())
     return directory
 
 
 def engine(path: Path, way: str) -> Engine:
     base = {"device": "cpu", "accept": "coupled", "max_context": 200, "block_tokens": BLOCK}
-    drafter = {"draft": path} if way == "both" else {}
+    drafters = {"both": path, "head": path / "head", "retrieval, head": path / "head"}
+    drafter = {"draft": drafters[way]} if way in drafters else {}
     return Engine.from_pretrained(path, **placed("kv", base | WAYS[way] | drafter))
 
 

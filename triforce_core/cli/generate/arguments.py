@@ -297,7 +297,7 @@ def _add_method(group: Options) -> None:
         "draft",
         "the drafter: ngram looks tokens up in the text, mtp is the model's own MTP head, MODEL is "
         "a small model with the same vocabulary or an EAGLE-3 head; auto is mtp if the files have "
-        "a head, else ngram",
+        "a head that fits and pays, else ngram",
         metavar="auto|ngram|mtp|none|MODEL",
     )
     add(

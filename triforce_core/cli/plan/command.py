@@ -116,6 +116,8 @@ def _case(args: argparse.Namespace) -> Case:
     has_head = draft == AUTO and publishes_head(config)
     if has_head:
         draft = MTP
+    if draft == EAGLE3 and args.save:
+        raise UsageError("--save needs the head that a run takes: give --draft its directory")
     draft_config = _draft_config(draft, config)
     method = planned.method if planned else MethodSettings()
     asked = {"draft_weights": args.draft_weights, "draft_kv": args.draft_kv}
@@ -171,7 +173,7 @@ def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
         return typical_eagle3(config)
     path = local(draft) or cached(str(draft))
     if path is not None and path.is_dir() and (raw := eagle3_at(path)) is not None:
-        return planned_eagle3(raw, config)
+        return planned_eagle3(path, raw, config)
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
     found = read_shape(draft)

@@ -210,15 +210,18 @@ def make_drafter(models: Models, tell: Callable[[calls.ContextCall], None]) -> D
     if small is None:
         return NGramDrafter(runtime.memory.device)
     if isinstance(small.model, Head):
-        kv = DenseKV(small.shape, small.capacity, runtime.memory, "drafter cache")
         longest = runtime.plan.requirements.max_draft_tokens
         itemsize = small.shape.dtype.itemsize
         nbytes = head_states_bytes(small.model.config, small.capacity, longest, itemsize)
         states = runtime.memory.reserve(nbytes, "drafter cache")
+        release = partial(runtime.memory.free, states)
+        with ExitStack() as stack:
+            stack.callback(release)
+            kv = DenseKV(small.shape, small.capacity, runtime.memory, "drafter cache")
+            stack.pop_all()
         # Ranks have parts of a head that they divide; other heads are on the first rank alone.
         tell = calls.silent if small.joins.owns_ends else tell
         weights = ResidentWeights(small.store)
-        release = partial(runtime.memory.free, states)
         return HeadDrafter(small.model, weights, kv, runtime.trace, tell, release)
     cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
     level = ResidentModel(

@@ -12,7 +12,7 @@ from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.drafted_rows import DraftedRows
 from triforce_core.decoding.drafters.model_proposer import ModelProposer
 from triforce_core.decoding.trees.growing import Tree
-from triforce_core.model.heads.head import Head
+from triforce_core.model.heads.head import MOST_LOGIT, Head
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.forward_batch import ForwardBatch
@@ -188,7 +188,8 @@ class HeadDrafter:
                 after = self._head.after(hidden)
                 self._drafted.keep(range(tokens.shape[0]))
                 self._states = torch.cat((self._states, after.state))
-            return after.logits
+            # Every row is a distribution, whatever the head computes: it may not fail a request.
+            return after.logits.nan_to_num_(0.0, MOST_LOGIT, -MOST_LOGIT)
 
     def _of_text(
         self, tokens: torch.Tensor, start: tuple[int, ...]

@@ -35,6 +35,8 @@ _TO_MODEL = "d2t"
 _EMBEDDING = "embed_tokens.weight"
 # Tensors that are not needed: which of the model's tokens the head knows, and buffers.
 _UNUSED = ("t2d", "rotary_emb.inv_freq")
+# Norms that newer heads have, and that are not computed here.
+_UNKNOWN_NORMS = ("norm_before_fc", "fc_norm")
 _ENDS = {"norm": "norm.weight", "head": "lm_head.weight", "fc": "fc.weight"}
 # Of a typical head.
 _TYPICAL_TOKENS, _TYPICAL_POSITIONS = 32_000, 2048
@@ -46,7 +48,11 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     named = isinstance(first, str) and "eagle3" in first.lower()
-    return named or raw.get("speculators_model_type") == "eagle3"
+    return named or _by_speculators(raw) or "draft_vocab_size" in raw
+
+
+def _by_speculators(raw: Mapping[str, Any]) -> bool:
+    return raw.get("speculators_model_type") == "eagle3"
 
 
 def eagle3_at(path: Path) -> dict[str, Any] | None:
@@ -72,17 +78,17 @@ def eagle3_config(
     layer = raw.get("transformer_layer_config", raw)
     if not isinstance(layer, Mapping):
         raise CheckpointError(f"{SOURCE}: transformer_layer_config must be an object")
-    fields, count = Fields(raw, SOURCE), len(target.layers)
+    fields, count = Fields(_flat(raw), SOURCE), len(target.layers)
+    for name in _UNKNOWN_NORMS:
+        fields.only(name, False)
     vocab = fields.whole("draft_vocab_size", Fields(layer, SOURCE).whole("vocab_size"))
-    # Heads attend to the recent tokens alone here, windows or not.
+    # Heads attend to the recent tokens alone here, windows or not. Some configs have the number of
+    # layers of the model.
     others = dict.fromkeys(("architectures", "sliding_window", "layer_types"))
-    config = from_hf({**layer, **others, "vocab_size": vocab, "tie_word_embeddings": False}, {})
-    if len(config.layers) != 1:
-        raise UnsupportedModelError(
-            f"EAGLE-3 heads of {len(config.layers)} layers are not supported"
-        )
-    tapped = _tapped(raw, count)
-    if not all(isinstance(each, int) and 0 <= each <= count for each in tapped):
+    others |= {"num_hidden_layers": 1, "tie_word_embeddings": False, "vocab_size": vocab}
+    config = from_hf({**layer, **others}, {})
+    tapped = _tapped(raw, target)
+    if not all(type(each) is int and 0 <= each <= count for each in tapped):
         raise CheckpointError(
             f"{SOURCE}: a head takes the input of layers {list(tapped)} of a model with {count} "
             "layers"
@@ -97,7 +103,11 @@ def eagle3_config(
             f"embedding of its own, {_EMBEDDING}"
         )
     join = Eagle3(
-        tuple(tapped), target.hidden, embedded, fields.flag("norm_before_residual", False)
+        tuple(tapped),
+        target.hidden,
+        embedded,
+        fields.flag("norm_before_residual", _by_speculators(raw)),
+        fields.flag("norm_output", False),
     )
     return _with_join(config, join)
 
@@ -111,13 +121,20 @@ def on_ranks(config: ModelConfig, count: int, vocab: int) -> ModelConfig:
     return _with_join(config, config.layers[0].joins.on_ranks(count, vocab))
 
 
-def planned_eagle3(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
-    """Return the config of a head whose files are not opened: it is taken to have an embedding of
-    its own if it needs one. Raises as `eagle3_config`.
+def planned_eagle3(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
+    """Return the config of a head in a directory of which at least the config.json is there.
+
+    Without its files, it is taken to have an embedding of its own if it needs one, or if
+    speculators wrote it. Raises as `eagle3_config`.
     """
     layer = raw.get("transformer_layer_config", raw)
     wide = isinstance(layer, Mapping) and layer.get("hidden_size") == target.hidden
-    return eagle3_config(raw, target, None if wide else target.vocab)
+    embedded = None if wide and not _by_speculators(raw) else target.vocab
+    if any(path.glob("*.safetensors")):
+        source = SafetensorsSource(path)
+        embedded = _embedded(path, source)
+        source.close()
+    return eagle3_config(raw, target, embedded)
 
 
 def typical_eagle3(target: ModelConfig) -> ModelConfig:
@@ -126,15 +143,15 @@ def typical_eagle3(target: ModelConfig) -> ModelConfig:
 
     Raises UnsupportedModelError for a model with experts.
     """
-    full, count = target.attention, len(target.layers)
+    full = target.attention
     mlp = target.layers[0].mlp
-    if mlp.active:
+    if any(spec.mlp.active for spec in target.layers):
         raise UnsupportedModelError(
             f"EAGLE-3 heads of {target.family} models have no typical shape: name a head's "
             "directory or hub id"
         )
     mixer = Attention(full.heads, full.kv_heads, full.head_dim)
-    join = Eagle3(tuple(_tapped({}, count)), target.hidden)
+    join = Eagle3(tuple(_tapped({}, target)), target.hidden)
     layer = LayerSpec(mixer, DenseMLP(mlp.width), joins=join)
     vocab = min(_TYPICAL_TOKENS, target.vocab)
     return ModelConfig(
@@ -142,7 +159,13 @@ def typical_eagle3(target: ModelConfig) -> ModelConfig:
     )
 
 
-def _tapped(raw: Mapping[str, Any], layers: int) -> Sequence[Any]:
+def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config, those of its `eagle_config` among them."""
+    inner = raw.get("eagle_config")
+    return {**(inner if isinstance(inner, Mapping) else {}), **raw}
+
+
+def _tapped(raw: Mapping[str, Any], target: ModelConfig) -> Sequence[Any]:
     """Return the layers of the model whose input the head takes; without a field that says so,
     those of EAGLE-3's authors and of vLLM.
     """
@@ -152,12 +175,14 @@ def _tapped(raw: Mapping[str, Any], layers: int) -> Sequence[Any]:
         raise UnsupportedModelError(
             "EAGLE-3 heads that take the last hidden state alone are not supported"
         )
-    field = "eagle_aux_hidden_state_layer_ids"
+    field, layers = "eagle_aux_hidden_state_layer_ids", len(target.layers)
     if isinstance(found := raw.get(field), list) and found:
         return found
     if isinstance(found := inner.get(field), list) and found:
-        # SpecForge names the layers whose output it is.
-        return [each + 1 if isinstance(each, int) else each for each in found]
+        # SpecForge names the layers whose output it is, others those whose input. The first begin
+        # with 1, the others with 2 (SGLang, pull request 25454).
+        after = found[0] == 1 and target.family != "gpt_oss"
+        return [each + after if type(each) is int else each for each in found]
     return 2, layers // 2, layers - 3
 
 
@@ -208,8 +233,12 @@ class Eagle3Checkpoint(Checkpoint):
             return None
         import torch
 
-        further = torch.empty(self.config.vocab, dtype=torch.int64)
-        self._source.read(_TO_MODEL, further)
+        further = self._source.whole_numbers(_TO_MODEL)
+        if len(further) != self.config.vocab:
+            raise CheckpointError(
+                f"{self.path}: {_TO_MODEL} has {len(further)} numbers, and the head "
+                f"{self.config.vocab} tokens"
+            )
         return further + torch.arange(len(further))
 
     def check_tokens(self, vocab: int) -> None:
@@ -233,8 +262,7 @@ def open_eagle3(path: Path, target: ModelConfig) -> Eagle3Checkpoint:
     source = _source(path)
     try:
         held = source.names()
-        embedded = source.shape(_EMBEDDING)[0] if _EMBEDDING in held else None
-        config = eagle3_config(raw, target, embedded)
+        config = eagle3_config(raw, target, _embedded(path, source))
         if _TO_MODEL not in held and config.vocab != target.vocab:
             raise CheckpointError(
                 f"{path} has {config.vocab} tokens, and no {_TO_MODEL} says which of the model's "
@@ -248,7 +276,17 @@ def open_eagle3(path: Path, target: ModelConfig) -> Eagle3Checkpoint:
         raise
 
 
-def _source(path: Path) -> TensorSource:
+def _embedded(path: Path, source: TensorSource) -> int | None:
+    """Return the number of tokens of a head's own embedding; None if it has none."""
+    if _EMBEDDING not in source.names():
+        return None
+    shape = source.shape(_EMBEDDING)
+    if len(shape) != 2 or not shape[0]:
+        raise CheckpointError(f"{path}: {_EMBEDDING} has shape {list(shape)}")
+    return shape[0]
+
+
+def _source(path: Path) -> SafetensorsSource | TorchFiles:
     if any(path.glob("*.safetensors")):
         return SafetensorsSource(path)
     return TorchFiles(path)

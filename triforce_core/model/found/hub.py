@@ -16,6 +16,8 @@ from triforce_offload.units import format_bytes
 
 # Files of a model that are not weights.
 _HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
+# Heads alone are read from such files.
+_OF_TORCH = "pytorch_model.bin"
 # Some repositories hold copies of the same weights in other layouts.
 _IGNORED = ["consolidated*", "*/*"]
 
@@ -59,7 +61,7 @@ def downloaded(name: str, announce: Announce) -> Path:
             from_hf(read_json(Path(snapshot) / "config.json"), {})
         else:
             # Many heads are published in this format alone.
-            files.append("pytorch_model.bin")
+            files.append(_OF_TORCH)
         _announce(name, files, announce)
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED))
     except TriforceError:
@@ -115,7 +117,14 @@ def cache_folder() -> Path:
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+    if not (folder / "config.json").exists():
+        return False
+    if any(folder.glob("*.safetensors")):
+        return True
+    try:
+        return (folder / _OF_TORCH).exists() and eagle3_at(folder) is not None
+    except CheckpointError:
+        return False
 
 
 def _announce(name: str, files: list[str], announce: Announce) -> None:

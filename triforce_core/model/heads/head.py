@@ -18,6 +18,9 @@ from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.weights.layouts import Views
 from triforce_offload.weights.store import Weights
 
+# Logits of levels that draft are limited to this magnitude.
+MOST_LOGIT = 1e30
+
 
 @dataclass(frozen=True)
 class OwnTensors:
@@ -124,7 +127,7 @@ class Eagle3Head(Head):
     def __init__(self, config: ModelConfig, target: Model, own: OwnTensors) -> None:
         join, tensors = config.layers[0].joins, own.tensors
         self.tapped = join.taps(len(target.config.layers))
-        self._norms_residual = join.norms_residual
+        self._norms_residual, self._norms_output = join.norms_residual, join.norms_output
         self._combine = tensors["fc"]
         self._tokens = own.tokens
         self._vocab = target.config.vocab
@@ -133,17 +136,26 @@ class Eagle3Head(Head):
         rope = Rope(config, target.device, None, config.trained_positions)
         super().__init__(config, ends, rope, target.device)
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Model.embed: tokens that its own embedding lacks are the last one, as those of the
+        model's padding.
+        """
+        return super().embed(tokens.clamp(max=self.ends.embedding.shape[0] - 1))
+
     def states(self, tapped: torch.Tensor) -> torch.Tensor:
         """Head.states."""
         return linear(tapped, self._combine)
 
     def after(self, hidden: torch.Tensor) -> After:
-        """Head.after: tokens that the head does not know have a logit of -inf."""
-        known = self.logits(hidden)
+        """Head.after: tokens that the head does not know are the least likely, but not excluded: a
+        grammar may leave none of the others.
+        """
+        normed = self.normed(hidden)
+        state, known = normed if self._norms_output else hidden, self.scores(normed)
         if self._tokens is None:
-            return After(hidden, known)
-        logits = known.new_full((len(known), self._vocab), float("-inf"))
-        return After(hidden, logits.index_copy_(1, self._tokens, known))
+            return After(state, known)
+        logits = known.new_full((len(known), self._vocab), -MOST_LOGIT)
+        return After(state, logits.index_copy_(1, self._tokens, known))
 
     def first_positions(self, count: int, begin: int) -> range:
         """Head.first_positions: directly before the others, as heads are trained on short texts."""

@@ -101,12 +101,14 @@ class Eagle3(Join):
     width: width of the model
     embedded: number of tokens of its own embedding; None if it uses the model's
     norms_residual: whether the residual connection begins with the normed state
+    norms_output: whether the state for the next pair is the output after the last norm
     """
 
     tapped: tuple[int, ...]
     width: int
     embedded: int | None = None
     norms_residual: bool = False
+    norms_output: bool = False
 
     name = "eagle3"
     in_words = "EAGLE-3 head"
