@@ -237,6 +237,18 @@ def test_a_head_is_downloaded_in_the_format_in_which_many_are_published(
     assert "pytorch_model.bin" not in asked[3][1]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "found"), [("LlamaForCausalLMEagle3", True), ("B", False)]
+)
+def test_of_files_of_torch_only_heads_are_found_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, found: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    assert hub.cached("someone/a-head") == (tmp_path if found else None)
+
+
 def test_a_download_that_the_disk_has_no_room_for_does_not_begin(
     home: Path, hub_of: Callable[[int], list[Any]]
 ) -> None:

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,9 +24,12 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.head import HeadDrafter
-from triforce_core.loading import execution
+from triforce_core.loading import execution, load
+from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.plan.levels import SINKS, WINDOW
+from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError, UsageError
+from triforce_offload.ranks import Alone
 
 NEW = 40
 RUNS = {
@@ -303,6 +307,27 @@ def test_a_head_for_which_memory_runs_out_as_it_is_loaded_is_left_out(headed, mo
         assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
     with pytest.raises(OutOfDeviceMemoryError):
         engine(path, draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("draft", "with_head", "without", "kept"),
+    [
+        ("auto", 0.2, 0.1, False),
+        ("auto", 0.1, 0.2, True),
+        ("mtp", 0.2, 0.1, True),
+        # Not chosen by time: on a CPU, or on a card that nobody knows.
+        ("auto", None, None, True),
+    ],
+)
+def test_auto_leaves_a_head_out_whose_plan_is_slower(draft, with_head, without, kept) -> None:
+    def resolved(drafter: MtpHead | None, agreed: object) -> SimpleNamespace:
+        return SimpleNamespace(seconds_per_token=without if drafter is None else with_head)
+
+    head = object.__new__(MtpHead)
+    config = EngineConfig(method=MethodSettings(draft=draft))
+    chosen, drafter = load._with_drafter(resolved, head, config, Alone())
+    assert (drafter is head) == kept
+    assert chosen.seconds_per_token == (with_head if kept else without)
 
 
 def test_a_saved_context_goes_on_without_the_states_that_the_head_needs(headed, tmp_path) -> None:
