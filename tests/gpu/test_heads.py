@@ -38,7 +38,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @pytest.mark.parametrize(
     ("method", "placement"), list(zip(METHODS, ("kv", "both", "kv"), strict=True))
 )
@@ -62,7 +62,7 @@ def test_a_head_changes_no_greedy_text(heads, kind: str, method: str, placement:
 
 @pytest.mark.slow
 @pytest.mark.strict
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @pytest.mark.parametrize("method", ["triforce", "trees"])
 def test_the_host_never_waits_without_a_limit(heads, kind: str, method: str) -> None:
     path, draft = heads[kind]
