@@ -22,6 +22,7 @@ class Made:
     tokens: number of the model's tokens that it knows; None for all
     embeds: whether it has an embedding of its own
     norms_residual, norms_output: see `joins.Eagle3`
+    tap_norm: "norm_before_fc", "fc_norm" or ""
     tapped: layers that its config names; None for none
     style: who wrote the files: "specforge", "speculators" or "eagle" (a pytorch_model.bin)
     """
@@ -31,6 +32,7 @@ class Made:
     embeds: bool = False
     norms_residual: bool = False
     norms_output: bool = False
+    tap_norm: str = ""
     tapped: tuple[int, ...] | None = None
     style: str = "specforge"
     heads: int = 4
@@ -48,6 +50,11 @@ KINDS = {
         hidden=48, embeds=True, norms_residual=True, tapped=(1, 2), style="speculators"
     ),
     "eagle": Made(style="eagle", kv_heads=1, theta=5e5),
+    # As speculators trains them by default, and as EAGLE-3.1 does.
+    "newer": Made(
+        norms_residual=True, norms_output=True, tap_norm="norm_before_fc", style="speculators"
+    ),
+    "eagle 3.1": Made(norms_output=True, tap_norm="fc_norm", style="speculators"),
 }
 
 
@@ -83,6 +90,10 @@ class RandomHead:
             "mlp.up_proj.weight": (made.wide, hidden),
             "mlp.down_proj.weight": (hidden, made.wide),
         }
+        if made.tap_norm == "norm_before_fc":
+            shapes["input_norm.weight"] = (len(taps) * of_model,)
+        if made.tap_norm == "fc_norm":
+            shapes |= {f"fc_norm.{i}.weight": (of_model,) for i in range(len(taps))}
         if made.embeds:
             shapes["embed_tokens.weight"] = (vocab, hidden)
         self.tensors = {
@@ -92,7 +103,10 @@ class RandomHead:
         self._write(vocab)
 
     def _write(self, vocab: int) -> None:
-        made, whole = self.made, ("fc.", "norm.", "lm_head.", "embed_tokens.")
+        made, whole = (
+            self.made,
+            ("fc.", "norm.", "lm_head.", "embed_tokens.", "input_norm.", "fc_norm."),
+        )
         layer = "layers.0." if made.style == "speculators" else "midlayer."
         held = {
             name if name.startswith(whole) else layer + name: tensor.contiguous()
@@ -118,6 +132,8 @@ class RandomHead:
         own: dict[str, object] = {"draft_vocab_size": len(self._known)}
         if made.norms_output:
             own["norm_output"] = True
+        if made.tap_norm:
+            own[made.tap_norm] = True
         if made.style == "speculators":
             own |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
             own |= {"transformer_layer_config": config}
@@ -149,7 +165,12 @@ class RandomHead:
         made, w = self.made, {name: each.double() for name, each in self.tensors.items()}
         ids = torch.tensor([tokens])
         held = self._model.model(ids, output_hidden_states=True).hidden_states
-        joined = torch.cat([held[tapped][0] for tapped in self._taps], 1)
+        taps = [held[tapped][0] for tapped in self._taps]
+        if made.tap_norm == "fc_norm":
+            taps = [self._norm(each, w[f"fc_norm.{i}.weight"]) for i, each in enumerate(taps)]
+        joined = torch.cat(taps, 1)
+        if made.tap_norm == "norm_before_fc":
+            joined = self._norm(joined, w["input_norm.weight"])
         states = (joined @ w["fc.weight"].T)[: len(tokens) - 1 - drafted]
         table = w.get("embed_tokens.weight", self._model.model.embed_tokens.weight)
         for _ in range(drafted + 1):

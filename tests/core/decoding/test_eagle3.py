@@ -199,10 +199,10 @@ REFUSED = {
         r"layers \[True, 2\]",
     ),
     "further norms": (
-        Made(more={"eagle_config": {"fc_norm": True}}),
+        Made(more={"eagle_config": {"fc_norm": True, "norm_before_fc": True}}),
         {},
         UnsupportedModelError,
-        "fc_norm True is not supported",
+        "norm_before_fc and fc_norm together",
     ),
     "last state": (
         Made(more={"eagle_config": {"use_aux_hidden_state": False}}),

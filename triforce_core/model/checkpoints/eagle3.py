@@ -35,8 +35,6 @@ _TO_MODEL = "d2t"
 _EMBEDDING = "embed_tokens.weight"
 # Tensors that are not needed: which of the model's tokens the head knows, and buffers.
 _UNUSED = ("t2d", "rotary_emb.inv_freq")
-# Norms that newer heads have, and that are not computed here.
-_UNKNOWN_NORMS = ("norm_before_fc", "fc_norm")
 _ENDS = {"norm": "norm.weight", "head": "lm_head.weight", "fc": "fc.weight"}
 # Of a typical head.
 _TYPICAL_TOKENS, _TYPICAL_POSITIONS = 32_000, 2048
@@ -79,8 +77,6 @@ def eagle3_config(
     if not isinstance(layer, Mapping):
         raise CheckpointError(f"{SOURCE}: transformer_layer_config must be an object")
     fields, count = Fields(_flat(raw), SOURCE), len(target.layers)
-    for name in _UNKNOWN_NORMS:
-        fields.only(name, False)
     vocab = fields.whole("draft_vocab_size", Fields(layer, SOURCE).whole("vocab_size"))
     # Heads attend to the recent tokens alone here, windows or not. Some configs have the number of
     # layers of the model.
@@ -108,6 +104,7 @@ def eagle3_config(
         embedded,
         fields.flag("norm_before_residual", _by_speculators(raw)),
         fields.flag("norm_output", False),
+        _tap_norms(fields, len(tapped)),
     )
     return _with_join(config, join)
 
@@ -163,6 +160,14 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config, those of its `eagle_config` among them."""
     inner = raw.get("eagle_config")
     return {**(inner if isinstance(inner, Mapping) else {}), **raw}
+
+
+def _tap_norms(fields: Fields, taps: int) -> int:
+    """Return `Eagle3.tap_norms`."""
+    whole, each = fields.flag("norm_before_fc", False), fields.flag("fc_norm", False)
+    if whole and each:
+        raise UnsupportedModelError(f"{SOURCE}: norm_before_fc and fc_norm together")
+    return taps if each else int(whole)
 
 
 def _tapped(raw: Mapping[str, Any], target: ModelConfig) -> Sequence[Any]:
@@ -301,6 +306,11 @@ def _names(config: ModelConfig, held: frozenset[str]) -> Callable[[str], list[Pi
         part, rows = name.removeprefix(begin), config.hidden
         if part == "embedding":
             return [Piece(_EMBEDDING, config.layers[0].joins.embedded or 0)]
+        if part == "tap_norm":
+            join = config.layers[0].joins
+            if join.tap_norms == 1:
+                return [Piece("input_norm.weight", join.tapped_width(rows))]
+            return [Piece(f"fc_norm.{i}.weight", join.width) for i in range(join.tap_norms)]
         if part in _ENDS:
             return [Piece(_ENDS[part], config.vocab if part == "head" else rows)]
         if part in _JOINS:

@@ -129,6 +129,7 @@ class Eagle3Head(Head):
         self.tapped = join.taps(len(target.config.layers))
         self._norms_residual, self._norms_output = join.norms_residual, join.norms_output
         self._combine = tensors["fc"]
+        self._tap_norms = tensors["tap_norm"].chunk(join.tap_norms) if join.tap_norms else ()
         self._tokens = own.tokens
         self._vocab = target.config.vocab
         embedding = target.ends.embedding if own.embedding is None else own.embedding
@@ -144,6 +145,10 @@ class Eagle3Head(Head):
 
     def states(self, tapped: torch.Tensor) -> torch.Tensor:
         """Head.states."""
+        if self._tap_norms:
+            parts = tapped.split([len(weight) for weight in self._tap_norms], 1)
+            normed = zip(parts, self._tap_norms, strict=True)
+            tapped = torch.cat([self._norm(part, weight) for part, weight in normed], 1)
         return linear(tapped, self._combine)
 
     def after(self, hidden: torch.Tensor) -> After:

@@ -102,6 +102,8 @@ class Eagle3(Join):
     embedded: number of tokens of its own embedding; None if it uses the model's
     norms_residual: whether the residual connection begins with the normed state
     norms_output: whether the state for the next pair is the output after the last norm
+    tap_norms: number of norms of the hidden states before the product: none, one over all of them,
+        or one for each
     """
 
     tapped: tuple[int, ...]
@@ -109,6 +111,7 @@ class Eagle3(Join):
     embedded: int | None = None
     norms_residual: bool = False
     norms_output: bool = False
+    tap_norms: int = 0
 
     name = "eagle3"
     in_words = "EAGLE-3 head"
@@ -126,8 +129,9 @@ class Eagle3(Join):
         return {**norms, **rest, "qkv": (shapes["qkv"][0], 2 * hidden)}
 
     def ends(self, hidden: int, vocab: int) -> Shapes:
-        combine = hidden, self.tapped_width(hidden)
-        return {"norm": (hidden,), "head": (vocab, hidden), "fc": combine}
+        width = self.tapped_width(hidden)
+        own = {"norm": (hidden,), "head": (vocab, hidden), "fc": (hidden, width)}
+        return own | ({"tap_norm": (width,)} if self.tap_norms else {})
 
     def embedding(self, hidden: int) -> Shapes:
         return {} if self.embedded is None else {"embedding": (self.embedded, hidden)}
