@@ -295,6 +295,12 @@ def test_tokens_that_its_embedding_lacks_do_not_fail_a_request(llama, tmp_path) 
     assert_equal_but_for_ties(model, prompt, found, theirs[0, 40:].tolist())
 
 
+def test_a_head_is_no_model_of_its_own(llama, tmp_path) -> None:
+    head = RandomHead(llama[1], tmp_path / "head", Made())
+    with pytest.raises(UnsupportedModelError, match="is no model of its own: it drafts for one"):
+        engine(head.directory)
+
+
 class _Runs:
     """What a pickle that runs code would hold."""
 

@@ -47,7 +47,8 @@ class Found:
 
     def _files(self) -> Iterable[Path]:
         if self.path.is_dir():
-            return self.path.glob("*.safetensors")
+            files = list(self.path.glob("*.safetensors"))
+            return files or self.path.glob("pytorch_model.bin")
         if part := PART.search(self.path.name):
             begins = self.path.name[: part.start()]
             return self.path.parent.glob(f"{begins}-*-of-{part[2]}.gguf")
