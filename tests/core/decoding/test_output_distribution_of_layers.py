@@ -68,7 +68,9 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[P
         if family == "qwen3_5":
             add_head(path, model)
         if family == "gemma3":
-            RandomHead(model, path / "head", Made(tokens=VOCAB // 2, tapped=(0, 1)))
+            RandomHead(
+                model, path / "head", Made(tokens=VOCAB // 2, tapped=(0, 1), style="speculators")
+            )
         with Engine.from_pretrained(path, method="autoregressive", **OPTIONS) as plain:
             found[family] = path, distribution_of_engine(plain)
     return found
