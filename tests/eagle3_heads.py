@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-HIDDEN_NORM = 1e-6
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class RandomHead:
             "num_key_value_heads": made.kv_heads,
             "head_dim": made.head_dim,
             "intermediate_size": made.wide,
-            "rms_norm_eps": HIDDEN_NORM,
+            "rms_norm_eps": EPS,
             "rope_theta": made.theta,
             "max_position_embeddings": 4096,
             "vocab_size": vocab,
@@ -205,7 +205,7 @@ class RandomHead:
 
     @staticmethod
     def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + HIDDEN_NORM) * weight
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
 
     def _rotated(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         half = self.made.head_dim // 2

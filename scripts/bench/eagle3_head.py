@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from safetensors.torch import save_file
 
 from bench.make_shallow_draft import make_shallow_draft
 from bench.material import manual, model_file
-from bench.mtp_head import BATCH, LAYERS, OPTIONS, WINDOW, compare
+from bench.mtp_head import LAYERS, OPTIONS, WINDOW, compare, learn
 from frame import Benchmark, Figures
 from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 
@@ -108,33 +106,15 @@ def train(directory: Path, into: Path, tokens: int, seconds: float) -> Iterator[
     used = ids.unique()
     tapped, last = states_of(model, ids)
     head = Head(model, used).requires_grad_(True)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.0)
     rows = model.lm_head.weight[used]
-    generator, began, steps, recent = torch.Generator().manual_seed(0), time.monotonic(), 0, []
-    while time.monotonic() - began < seconds:
-        first = torch.randint(len(ids) - WINDOW - STEPS - 1, (BATCH,), generator=generator)
-        windows = first[:, None] + torch.arange(WINDOW)
-        share = (time.monotonic() - began) / seconds
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-4 * min(1.0, (steps + 1) / 50) * (1 - 0.9 * share)
-        loss = loss_of(model, head, ids, tapped, last, windows, rows)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        steps += 1
-        recent = [*recent[-49:], loss.item()]
+    figures = learn(
+        head,
+        len(ids) - WINDOW - STEPS - 1,
+        lambda windows: loss_of(model, head, ids, tapped, last, windows, rows),
+        seconds,
+    )
     write(head, used, into)
-    yield {
-        "training": {
-            "tokens": tokens,
-            "tokens_known": len(used),
-            "seconds": time.monotonic() - began,
-            "steps": steps,
-            "tokens_seen": steps * WINDOW * BATCH,
-            "loss": statistics.mean(recent),
-        }
-    }
+    yield {"training": {"tokens": tokens, "tokens_known": len(used), **figures}}
 
 
 @torch.no_grad()

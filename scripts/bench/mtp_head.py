@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,36 +84,52 @@ def train(directory: Path, tokens: int, seconds: float) -> Iterator[Figures]:
     ids = ids[:tokens]
     states, used = states_of(model, ids), ids.unique()
     head = new_head(model)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.0)
     rows, place = model.lm_head.weight[used], torch.searchsorted(used, ids)
-    generator, began, steps, recent = torch.Generator().manual_seed(0), time.monotonic(), 0, []
-    while time.monotonic() - began < seconds:
-        first = torch.randint(len(ids) - WINDOW - 3, (BATCH,), generator=generator)
-        windows = first[:, None] + torch.arange(WINDOW)
-        share = (time.monotonic() - began) / seconds
-        for group in optimizer.param_groups:
-            group["lr"] = 5e-4 * min(1.0, (steps + 1) / 50) * (1 - 0.9 * share)
-        loss = loss_of(model, head, ids, states, windows, rows, place)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        steps += 1
-        recent = [*recent[-49:], loss.item()]
+    figures = learn(
+        head,
+        len(ids) - WINDOW - 3,
+        lambda windows: loss_of(model, head, ids, states, windows, rows, place),
+        seconds,
+    )
     tensors = {}
     for name, tensor in head.state_dict().items():
         old = next(prefix for prefix in NAMES if name.startswith(prefix))
         tensors[NAMES[old] + name.removeprefix(old)] = tensor.to(torch.bfloat16).contiguous()
     file = directory / "model.safetensors"
     save_file(load_file(file) | tensors, file, {"format": "pt"})
-    yield {
-        "training": {
-            "tokens": tokens,
-            "seconds": time.monotonic() - began,
-            "steps": steps,
-            "tokens_seen": steps * WINDOW * BATCH,
-            "loss": statistics.mean(recent),
-        }
+    yield {"training": {"tokens": tokens, **figures}}
+
+
+def learn(
+    head: torch.nn.Module,
+    starts: int,
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    seconds: float,
+) -> Figures:
+    """Train a head. Return what it took, and the mean loss of the last steps.
+
+    starts: number of places in the text at which a window may begin
+    loss_of: returns the loss for windows, [batch, tokens] indices in the text
+    """
+    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.0)
+    generator, began, steps, recent = torch.Generator().manual_seed(0), time.monotonic(), 0, []
+    while time.monotonic() - began < seconds:
+        first = torch.randint(starts, (BATCH,), generator=generator)
+        share = (time.monotonic() - began) / seconds
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-4 * min(1.0, (steps + 1) / 50) * (1 - 0.9 * share)
+        loss = loss_of(first[:, None] + torch.arange(WINDOW))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        steps += 1
+        recent = [*recent[-49:], loss.item()]
+    return {
+        "seconds": time.monotonic() - began,
+        "steps": steps,
+        "tokens_seen": steps * WINDOW * BATCH,
+        "loss": statistics.mean(recent),
     }
 
 

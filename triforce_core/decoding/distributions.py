@@ -11,6 +11,16 @@ from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.sampling import sampling
 
+# Logits of levels that draft are limited to this magnitude.
+MOST_LOGIT = 1e30
+
+
+def limited(logits: torch.Tensor) -> torch.Tensor:
+    """Replace logits that are not finite, in place, so that every row is a distribution. Drafts
+    alone are drawn from it: whatever a draft level computes, it may not fail a request.
+    """
+    return logits.nan_to_num_(0.0, MOST_LOGIT, -MOST_LOGIT)
+
 
 def distributions(
     logits: torch.Tensor,

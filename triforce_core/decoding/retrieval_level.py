@@ -13,12 +13,11 @@ import torch
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.distributions import distributions
+from triforce_core.decoding.distributions import distributions, limited
 from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.levels import Nothing, Proposer, Tally, Verifier, speculate
 from triforce_core.decoding.trees.growth import Growth
 from triforce_core.decoding.trees.retrieval_tree import WIDEST, Evaluated, RetrievalTree, TreeCosts
-from triforce_core.model.heads.head import MOST_LOGIT
 from triforce_core.params import SamplingParams
 from triforce_offload.memory.device import put
 
@@ -27,8 +26,7 @@ class RetrievalVerifier:
     """The retrieval level as a verifier: the target's weights, or copies of them, over the
     retrieval cache.
 
-    Non-finite logits are replaced, so that every row is a distribution. The output distribution
-    does not depend on this level.
+    Non-finite logits are replaced. The output distribution does not depend on this level.
     """
 
     def __init__(self, context: Context, params: SamplingParams) -> None:
@@ -39,15 +37,14 @@ class RetrievalVerifier:
 
     def probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.probs."""
-        logits = self._context.levels.draft(tokens).nan_to_num_(0.0, MOST_LOGIT, -MOST_LOGIT)
+        logits = limited(self._context.levels.draft(tokens))
         return distributions(logits, self._params, self._context.text, tokens[1:])
 
     def evaluate(
         self, tokens: torch.Tensor, parents: Sequence[int], rule: Rule, positions: torch.Tensor
     ) -> Evaluated:
         """TreeVerifier.evaluate. Distributions depend on the logits alone."""
-        logits = self._context.levels.draft(tokens, tuple(parents))
-        logits = logits.nan_to_num_(0.0, MOST_LOGIT, -MOST_LOGIT)
+        logits = limited(self._context.levels.draft(tokens, tuple(parents)))
         likely = rule.likeliest(logits, self._params, positions, WIDEST)
         return Evaluated(distributions(logits, self._params), *likely)
 

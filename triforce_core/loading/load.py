@@ -62,7 +62,7 @@ def load(
     if drafter is None and config.method.may_use_head:
         drafter = _head(checkpoint, config)
     elif isinstance(drafter, Eagle3Checkpoint):
-        drafter = _checked(drafter, config).on_ranks(ranks.count, checkpoint)
+        drafter = _eagle3(drafter, checkpoint, config, ranks)
     while True:
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
@@ -121,7 +121,7 @@ def _load(
         pieces = storable_pieces(checkpoint.pieces, sizes)
 
         def asked(drafter: ReadableDrafter | None) -> ModelSizes:
-            with_drafter = _with_drafter_sizes(sizes, drafter)
+            with_drafter = _of_drafter(sizes, drafter)
             return with_asked_formats(with_drafter, config, pieces, room, unsplit)
 
         memory = DeviceMemory(device, limit, asked(drafter).stored_bytes)
@@ -222,35 +222,34 @@ def _if_all_fit(
 
 def _head(checkpoint: Readable, config: EngineConfig) -> ReadableHead | None:
     """Return the model's MTP head, None if it cannot draft and need not. Raises UsageError."""
-    head, why = getattr(checkpoint, "mtp_head", None), None
-    if head is None:
-        why = "the model's files have no MTP head that is known"
-    elif _wants_tree_above(config):
-        why = f"an MTP head {_CHAINS}"
-    if why is None:
+    head = getattr(checkpoint, "mtp_head", None)
+    why = "the model's files have no MTP head that is known"
+    if head is not None and (why := _refusal(head, config)) is None:
         return head
     if str(config.method.draft) == MTP:
         raise UsageError(f"--draft mtp: {why}; use --draft ngram")
     return None
 
 
-# What a retrieval level cannot do above a head.
-_CHAINS = "drafts for a retrieval level without trees (--method speculative drafts trees)"
+def _refusal(head: ReadableHead, config: EngineConfig) -> str | None:
+    """Return why a head cannot draft as the settings ask, None if it can."""
+    if config.method.fixed_tree is None or config.method.method != "triforce":
+        return None
+    name = head.config.layers[0].joins.in_words
+    return f"an {name} drafts for a retrieval level without trees (--method speculative has trees)"
 
 
-def _wants_tree_above(config: EngineConfig) -> bool:
-    """Whether a retrieval level is asked for trees."""
-    return config.method.fixed_tree is not None and config.method.method == "triforce"
+def _eagle3(
+    head: Eagle3Checkpoint, checkpoint: Readable, config: EngineConfig, ranks: Ranks
+) -> Eagle3Checkpoint:
+    """Return an EAGLE-3 head as these ranks have it. Raises UsageError if it cannot draft."""
+    if why := _refusal(head, config):
+        raise UsageError(f"--draft: {why}")
+    return head.on_ranks(ranks.count, checkpoint)
 
 
-def _checked(head: Eagle3Checkpoint, config: EngineConfig) -> Eagle3Checkpoint:
-    """Return a head that can draft as it is asked to. Raises UsageError for others."""
-    if _wants_tree_above(config):
-        raise UsageError(f"--draft: an {head.config.layers[0].joins.in_words} {_CHAINS}")
-    return head
-
-
-def _with_drafter_sizes(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSizes:
+def _of_drafter(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSizes:
+    """Return the sizes with a draft model or a head."""
     if drafter is None:
         return sizes
     config = _as_drafter(drafter.config)

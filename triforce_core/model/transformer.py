@@ -184,15 +184,12 @@ class Model:
         """Return hidden states of no tokens, [0, hidden]."""
         return self.ends.norm.new_empty(0, self.config.hidden)
 
-    def taps(self, layers: Sequence[int], rows: int | Sequence[range]) -> Taps | None:
-        """Return taps for a forward over so many rows, or of which some rows are copied; None if no
-        layer is tapped.
-        """
+    def taps(self, layers: Sequence[int], *rows: range) -> Taps | None:
+        """Return taps for a forward of which some rows are copied; None if no layer is tapped."""
         if not layers:
             return None
-        count = rows if isinstance(rows, int) else sum(map(len, rows))
-        states = self.ends.norm.new_empty(count, len(layers) * self.config.hidden)
-        return Taps(layers, states, None if isinstance(rows, int) else rows)
+        width = len(layers) * self.config.hidden
+        return Taps(layers, self.ends.norm.new_empty(sum(map(len, rows)), width), rows)
 
     def scores(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [tokens, vocab] for normed hidden states, as `logits` does."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from eagle3_heads import KINDS, Made, RandomHead
 from float_bounds import assert_within
+from head_walks import walk
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids, turns
 from oracle import assert_equal_but_for_ties, greedy
 from safetensors.torch import load_file, save_file
@@ -21,11 +22,10 @@ from safetensors.torch import load_file, save_file
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.distributions import MOST_LOGIT
 from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.checkpoints.eagle3 import open_eagle3
-from triforce_core.model.heads.head import MOST_LOGIT
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -57,30 +57,17 @@ def test_a_head_computes_what_its_authors_publish(llama, tmp_path, kind: str) ->
     its own.
     """
     path, model = llama
-    head, choose = RandomHead(model, tmp_path / "head", KINDS[kind]), random.Random(0)
+    head = RandomHead(model, tmp_path / "head", KINDS[kind])
     with engine(path, "kv", draft=head.directory, **DIRECT) as ours:
-        own = Context(ours.models)
-        drafter = own.levels.drafter
-        for prompt in (random_ids(2, 1), random_ids(60, 2), [*random_ids(60, 2)[:40], 3, 4, 5]):
-            own.prefill(prompt, 60, lambda _: None)
-            for _ in range(4):
-                text = [*own.text.tokens, choose.randrange(90)]
-                found = [drafter.forward(drafter.catch_up(Text(text), 5))[0]]
-                found += [drafter.forward(torch.tensor([token]))[0] for token in (7, 8)]
-                for drafted, logits in enumerate(found):
-                    exact = head.logits([*text, 7, 8][: len(text) + drafted], drafted)
-                    known = exact.isfinite()
-                    assert torch.equal(logits > -MOST_LOGIT, known)
-                    bound = 1e-4 * float(exact[known].abs().max())
-                    assert_within(logits[known], exact[known], bound)
-                own.text.commit(text[-1:])
-                rows = [text[-1], *random_ids(5, len(text))]
-                kept = choose.randint(1, 6)
-                own.run(Ask(torch.tensor(rows), None, False, False))
-                own.keep(range(kept))
-                own.text.commit(rows[1:kept])
-                own.end()
-        own.close()
+        for drafter, text in walk(ours):
+            found = [drafter.forward(drafter.catch_up(Text(text), 5))[0]]
+            found += [drafter.forward(torch.tensor([token]))[0] for token in (7, 8)]
+            for drafted, logits in enumerate(found):
+                exact = head.logits([*text, 7, 8][: len(text) + drafted], drafted)
+                known = exact.isfinite()
+                assert torch.equal(logits > -MOST_LOGIT, known)
+                bound = 1e-4 * float(exact[known].abs().max())
+                assert_within(logits[known], exact[known], bound)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,9 +5,9 @@ no token, however useless.
 from __future__ import annotations
 
 import copy
-import random
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ import torch
 from float_bounds import assert_within
 from gguf import GGMLQuantizationType
 from gguf_files import write_gguf
+from head_walks import walk
 from helpers import BLOCK, PLACEMENTS, add_head, make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from safetensors.torch import load_file, save_file
@@ -113,33 +114,23 @@ def proposed(drafter: HeadDrafter, text: list[int]) -> torch.Tensor:
     return drafter.forward(drafter.catch_up(Text(text), 5))[0]
 
 
+def answers(
+    path: Path, model: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield a head's logits and those of transformers', wherever a text has come to."""
+    theirs = TheirHead(model, tensors)
+    with engine(path, "kv", draft="mtp", method="speculative", draft_tokens=6) as ours:
+        for drafter, text in walk(ours):
+            yield proposed(drafter, text), theirs.logits(text)
+            # Tokens of its own, which the next text forgets.
+            drafter.forward(torch.tensor([7]))
+            drafter.forward(torch.tensor([8]))
+
+
 def test_the_head_computes_what_transformers_does(headed) -> None:
     """After prefills of any length, passes that keep some of their rows, and cuts."""
-    follows_theirs(*headed)
-
-
-def follows_theirs(path: Path, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    theirs, choose = TheirHead(model, tensors), random.Random(0)
-    with engine(path, "kv", draft="mtp", method="speculative", draft_tokens=6) as ours:
-        own = Context(ours.models)
-        drafter = own.levels.drafter
-        for prompt in (random_ids(2, 1), random_ids(60, 2), [*random_ids(60, 2)[:40], 3, 4, 5]):
-            own.prefill(prompt, 60, lambda _: None)
-            for _ in range(6):
-                text = [*own.text.tokens, choose.randrange(90)]
-                exact = theirs.logits(text)
-                assert_within(proposed(drafter, text), exact, 1e-4 * float(exact.abs().max()))
-                own.text.commit(text[-1:])
-                # Tokens of its own, then a pass that keeps some of its rows.
-                drafter.forward(torch.tensor([7]))
-                drafter.forward(torch.tensor([8]))
-                rows = [text[-1], *random_ids(5, len(text))]
-                kept = choose.randint(1, 6)
-                own.run(_ask(rows))
-                own.keep(range(kept))
-                own.text.commit(rows[1:kept])
-                own.end()
-        own.close()
+    for found, exact in answers(*headed):
+        assert_within(found, exact, 1e-4 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -164,18 +155,13 @@ def test_so_does_a_head_with_experts(tmp_path, family: str, files: str) -> None:
     if files == "gguf":
         path = tmp_path / "m.gguf"
         write_gguf(model, path, head=stacked(tensors))
-    follows_theirs(path, model, tensors)
+    for found, exact in answers(path, model, tensors):
+        assert_within(found, exact, 1e-4 * float(exact.abs().max()))
     prompt = random_ids(40, 5)
     with engine(path, draft="mtp", **RUNS["tree"]) as ours:
         found = ours.generate(prompt, greedy(NEW)).token_ids
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
     assert_equal_but_for_ties(model, prompt, found, theirs[0, 40:].tolist())
-
-
-def _ask(rows: list[int]) -> object:
-    from triforce_core.decoding.decoder import Ask
-
-    return Ask(torch.tensor(rows), None, False, False)
 
 
 def test_of_a_long_text_it_sees_the_first_and_the_recent_pairs(headed) -> None:

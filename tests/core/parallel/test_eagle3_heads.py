@@ -5,21 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from eagle3_heads import KINDS, RandomHead
+from head_walks import ON_RANKS
 from helpers import make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
 
 PROMPT, NEW = 120, 40
-METHODS = {
-    "tree": {"method": "speculative", "tree": 9},
-    "speculative": {"method": "speculative", "draft_tokens": 6},
-    "retrieval": {"method": "triforce", "budget": 32, "draft_tokens": 8, "inner_draft_tokens": 3},
-    "learned": {"method": "triforce"},
-}
 
 
 @pytest.mark.parametrize("kind", ["specforge", "speculators"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ON_RANKS)
 def test_text_and_drafts_are_those_of_one_rank(tmp_path, leaders, kind: str, method: str) -> None:
     """With the model's embedding, of which each rank has a part, and with one of its own."""
     model = make_model("llama", tmp_path / "model")
@@ -28,7 +23,7 @@ def test_text_and_drafts_are_those_of_one_rank(tmp_path, leaders, kind: str, met
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
     accepted = []
     for ranks in (1, 2):
-        options = {"draft": head.directory, **METHODS[method]}
+        options = {"draft": head.directory, **ON_RANKS[method]}
         with engine(tmp_path / "model", ranks, "kv", **options) as ours:
             result = ours.generate(prompt, greedy(NEW))
             assert result.stats["levels"][0] == "eagle3"

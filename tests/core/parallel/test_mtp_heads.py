@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from head_walks import ON_RANKS
 from helpers import add_head, make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
@@ -17,12 +18,6 @@ from triforce_core.loading import load
 from triforce_offload.errors import DoesNotFitError
 
 PROMPT, NEW = 120, 40
-METHODS = {
-    "tree": {"method": "speculative", "tree": 9},
-    "speculative": {"method": "speculative", "draft_tokens": 6},
-    "retrieval": {"method": "triforce", "budget": 32, "draft_tokens": 8, "inner_draft_tokens": 3},
-    "learned": {"method": "triforce"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +37,26 @@ def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The logits of the first rank's head, in order."""
-    logits, told = [], HeadDrafter._told
+    logits, run = [], HeadDrafter._run_on_all
 
     def recorded(drafter: HeadDrafter, call: RunHead) -> torch.Tensor:
-        logits.append(told(drafter, call).clone())
+        logits.append(run(drafter, call).clone())
         return logits[-1]
 
-    monkeypatch.setattr(HeadDrafter, "_told", recorded)
+    monkeypatch.setattr(HeadDrafter, "_run_on_all", recorded)
     return logits
 
 
 @pytest.mark.first
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ON_RANKS)
 def test_the_head_of_ranks_drafts_what_that_of_one_does(
     headed, leaders, drafted, method: str, ranks: int
 ) -> None:
     path, model = headed
     prompt, texts, counts = random_ids(PROMPT), [], []
     for count in (1, ranks):
-        with engine(path, count, "kv", draft="mtp", **METHODS[method]) as ours:
+        with engine(path, count, "kv", draft="mtp", **ON_RANKS[method]) as ours:
             text = ours.generate(prompt, greedy(NEW)).token_ids
             # A text that goes on, and one that turns back.
             longer = prompt + text + random_ids(5, 3)
@@ -109,7 +104,7 @@ def test_drafts_that_are_accepted_in_part_leave_all_ranks_alike(
     accepted = []
     for count in (1, 3):
         drafters.clear()
-        with engine(path, count, "kv", draft="mtp", **METHODS[method]) as ours:
+        with engine(path, count, "kv", draft="mtp", **ON_RANKS[method]) as ours:
             result = ours.generate(prompt, greedy(NEW - 4))
             assert result.token_ids == text[PROMPT : PROMPT + NEW - 4]
             # A text that turns back and goes on.
@@ -141,7 +136,7 @@ def test_where_one_rank_has_no_room_for_its_part_n_grams_draft_on_all(
     prompt = random_ids(PROMPT)
     with (
         pytest.warns(RuntimeWarning, match="does not fit together with its MTP head"),
-        engine(path, 2, "kv", **METHODS["learned"]) as ours,
+        engine(path, 2, "kv", **ON_RANKS["learned"]) as ours,
     ):
         result = ours.generate(prompt, greedy(NEW))
     assert "ngram" in result.stats["levels"]

@@ -253,7 +253,7 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
     batches = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
     passes.begin(sequences)
     batch = ForwardBatch.side_by_side(batches)
-    taps = model.taps(contexts[0].levels.taps, batch.rows)
+    taps = model.taps(contexts[0].levels.taps, range(batch.rows))
     hidden = model.forward(batch, passes.weights, passes.cache(sequences), taps=taps)
     for sequence, ask in zip(sequences, asks, strict=True):
         if ask.is_kept:

@@ -106,7 +106,7 @@ class DraftLevels:
             return None
         last = range(max(0, rows - self.drafter.window), rows)
         first = range(0, 0 if start else min(SINKS, last.start))
-        return self._models.target.taps(self.taps, [first, last])
+        return self._models.target.taps(self.taps, first, last)
 
     def note(self, start: int, taps: Taps) -> None:
         """Take the target's hidden states of rows of the text's tokens, of which the first is that

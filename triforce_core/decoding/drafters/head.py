@@ -9,10 +9,11 @@ import torch
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.distributions import limited
 from triforce_core.decoding.drafters.drafted_rows import DraftedRows
 from triforce_core.decoding.drafters.model_proposer import ModelProposer
 from triforce_core.decoding.trees.growing import Tree
-from triforce_core.model.heads.head import MOST_LOGIT, Head
+from triforce_core.model.heads.head import Head
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.forward_batch import ForwardBatch
@@ -148,7 +149,7 @@ class HeadDrafter:
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """ModelDrafter.forward: run the pairs that `catch_up` prepared, or a drafted token [1]."""
         start, self._start = self._start, None
-        return self._told(calls.RunHead(tokens, start, None))
+        return self._run_on_all(calls.RunHead(tokens, start, None))
 
     def forward_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
         """ModelDrafter.forward_tree: the given rows alone."""
@@ -157,9 +158,10 @@ class HeadDrafter:
         held = len(self._drafted)
         self._ran_rows |= {row: held + place for place, row in enumerate(rows)}
         tokens = put([tree.tokens[row - 1] for row in rows], self.device)
-        return self._told(calls.RunHead(tokens, None, parents))
+        return self._run_on_all(calls.RunHead(tokens, None, parents))
 
-    def _told(self, call: calls.RunHead) -> torch.Tensor:
+    def _run_on_all(self, call: calls.RunHead) -> torch.Tensor:
+        """Run a call on every rank that has a part of the head."""
         self._tell(call)
         return self.run(call.tokens, call.start, call.parents)
 
@@ -188,8 +190,8 @@ class HeadDrafter:
                 after = self._head.after(hidden)
                 self._drafted.keep(range(tokens.shape[0]))
                 self._states = torch.cat((self._states, after.state))
-            # Every row is a distribution, whatever the head computes: it may not fail a request.
-            return after.logits.nan_to_num_(0.0, MOST_LOGIT, -MOST_LOGIT)
+            # A grammar may leave only tokens that the head does not know.
+            return limited(after.logits)
 
     def _of_text(
         self, tokens: torch.Tensor, start: tuple[int, ...]

@@ -124,7 +124,7 @@ class ResidentModel:
                     size,
                     tokens.device,
                     0 if rows is None else self._drafted,
-                    self._model.taps(self._taps, size),
+                    self._model.taps(self._taps, range(size)),
                 )
             forward.take(tokens, position, rows)
             if forward.uses == USES_BEFORE:
@@ -133,7 +133,7 @@ class ResidentModel:
             self.tapped = forward.taps and forward.taps.states[:count]
             return out[-1:] if last else out
         batch = _batch(tokens, position, rows)
-        taps = self._model.taps(self._taps, count)
+        taps = self._model.taps(self._taps, range(count))
         hidden = self._model.forward(batch, self._weights, self.kv, taps=taps)
         self.tapped = taps and taps.states
         return self._model.logits(hidden[-1:] if last else hidden)

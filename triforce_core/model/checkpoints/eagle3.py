@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,9 +129,8 @@ def planned_eagle3(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> M
     wide = isinstance(layer, Mapping) and layer.get("hidden_size") == target.hidden
     embedded = None if wide and not _by_speculators(raw) else target.vocab
     if any(path.glob("*.safetensors")):
-        source = SafetensorsSource(path)
-        embedded = _embedded(path, source)
-        source.close()
+        with closing(SafetensorsSource(path)) as source:
+            embedded = _embedded(path, source)
     return eagle3_config(raw, target, embedded)
 
 

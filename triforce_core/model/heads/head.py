@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,9 +17,6 @@ from triforce_kernels.weights.linear import Weight, linear
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.weights.layouts import Views
 from triforce_offload.weights.store import Weights
-
-# Logits of levels that draft are limited to this magnitude.
-MOST_LOGIT = 1e30
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class After(NamedTuple):
     logits: torch.Tensor
 
 
-class Head(Model):
+class Head(Model, ABC):
     """A layer that continues a model. It runs pairs of a token and the state of the token before.
 
     tapped: the layers of the model whose input it takes, see `Join.taps`
@@ -152,14 +149,12 @@ class Eagle3Head(Head):
         return linear(tapped, self._combine)
 
     def after(self, hidden: torch.Tensor) -> After:
-        """Head.after: tokens that the head does not know are the least likely, but not excluded: a
-        grammar may leave none of the others.
-        """
+        """Head.after: tokens that the head does not know have a logit of -inf."""
         normed = self.normed(hidden)
         state, known = normed if self._norms_output else hidden, self.scores(normed)
         if self._tokens is None:
             return After(state, known)
-        logits = known.new_full((len(known), self._vocab), -MOST_LOGIT)
+        logits = known.new_full((len(known), self._vocab), float("-inf"))
         return After(state, logits.index_copy_(1, self._tokens, known))
 
     def first_positions(self, count: int, begin: int) -> range:

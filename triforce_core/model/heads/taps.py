@@ -13,16 +13,14 @@ class Taps:
     states: [rows, taps * hidden]
     """
 
-    def __init__(
-        self, layers: Sequence[int], states: torch.Tensor, rows: Sequence[range] | None = None
-    ) -> None:
+    def __init__(self, layers: Sequence[int], states: torch.Tensor, rows: Sequence[range]) -> None:
         """layers: the layers; the number of layers stands for the output of the last
         states: room for the copies
-        rows: rows of the forward that are copied, one range after another; None for all
+        rows: rows of the forward that are copied, one range after another
         """
         self.states = states
         self._layers = layers
-        self._rows = [range(len(states))] if rows is None else rows
+        self._rows = rows
 
     def take(self, layer: int, hidden: torch.Tensor) -> None:
         """Copy the hidden states [all rows, hidden] that enter a layer, if the layer is tapped."""
