@@ -13,7 +13,8 @@ HOST = Extension(
     sorted(glob("kernels/host/source/**/*.c", recursive=True)),
     depends=sorted(glob("kernels/host/source/**/*.h", recursive=True)),
     # Sums and products round one after the other, as in the references.
-    extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden"],
+    extra_compile_args=["-O3", "-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"],
+    extra_link_args=["-pthread"],
     libraries=["m"],
     optional=True,
 )

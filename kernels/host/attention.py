@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -46,7 +47,11 @@ def blocks(
     if not _computes(query):
         reference_blocks(running, query, key, value, scores)
         return
-    _attend(running, query, key, value, scores)
+    call = _call(running, query)
+    _keys(call, key, value, running.keys)
+    _scores(call, scores)
+    library().triforce_attend(ctypes.byref(call), None, None, torch.get_num_threads())
+    running.fresh = False
 
 
 def tail(
@@ -61,12 +66,15 @@ def tail(
     """`streaming.attend_tail`."""
     if not _computes(query):
         return reference_tail(running, query, key, value, tokens, visible, scores)
-    if key.shape[1]:
-        _attend(running, query, key[None], value[None], scores, own=tokens, visible=visible)
-    elif running.fresh:
+    if running.fresh and not key.shape[1]:
         lse = query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)
         return Partial(torch.zeros_like(query), lse)
-    return _merged(running, query)
+    call = _call(running, query)
+    _keys(call, key[None], value[None], running.keys)
+    _own(call, tokens, 0, visible)
+    _scores(call, scores)
+    running.fresh = False
+    return _answer(library().triforce_attend, call, query)
 
 
 def cache(
@@ -82,15 +90,20 @@ def cache(
     """`streaming.attend_cache`."""
     if isinstance(end, torch.Tensor) or not _computes(query):
         return reference_cache(query, key, value, tokens, end, window, first, visible)
-    seen = end + tokens
-    keys, values = key[None, :, :seen], value[None, :, :seen]
-    options = {"own": tokens, "window": window or 0, "visible": visible}
+    call, attend = _described(query), library().triforce_attend
+    call.splits, call.fresh = splits(query), True
     if query.shape[1] > _WHOLE_ROWS:
-        return _attend_whole(query, keys, values, first, **options)
-    running = Running.of(query)
-    running.keys = first
-    _attend(running, query, keys, values, **options)
-    return _merged(running, query)
+        attend = library().triforce_attend_whole
+    else:
+        places = call.splits * call.heads * call.rows
+        state = torch.empty(places * (call.head_dim + 2), dtype=torch.float32, device="cpu")
+        call.acc = state.data_ptr()
+        call.peak = call.acc + places * call.head_dim * state.itemsize
+        call.total = call.peak + places * state.itemsize
+    _keys(call, key[None], value[None], first)
+    call.tokens = end + tokens
+    _own(call, tokens, window or 0, visible)
+    return _answer(attend, call, query)
 
 
 def _computes(query: torch.Tensor) -> bool:
@@ -98,80 +111,54 @@ def _computes(query: torch.Tensor) -> bool:
     return query.dtype in DENSE and query.shape[2] <= _MOST_HEAD_DIM
 
 
-def _attend(
-    running: Running,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scores: ScoreBuffer | None = None,
-    **options: Any,
-) -> None:
-    """Add blocks of keys [blocks, heads, tokens, head_dim] to a state. options: those of `_keys`"""
-    wide = query.float()
-    call = _call(running, query)
-    _keys(call, wide, key, value, running.keys, **options)
-    if scores is not None:
-        call.scores, call.first_chunk, call.chunk = scores.out.data_ptr(), scores.first, scores.size
-        call.scores_head, call.scores_row = scores.out.stride()[:2]
-    call.fresh, running.fresh = running.fresh, False
-    library().triforce_attend(ctypes.byref(call), torch.get_num_threads())
-
-
-def _attend_whole(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, **options: Any
-) -> Partial:
-    """Return the attention to blocks of keys, without a state."""
-    wide, call = query.float(), Attention()
+def _described(query: torch.Tensor) -> Attention:
+    """Describe queries, in float32."""
+    call, wide = Attention(), query.float()
+    # The kernel reads them by their address.
+    call.keeps = wide
     call.heads, call.rows, call.head_dim = query.shape
-    call.splits, call.fresh = splits(query), True
-    _keys(call, wide, key, value, first, **options)
-    out = torch.empty(query.shape, dtype=torch.float32, device="cpu")
-    lse = out.new_empty(query.shape[:2])
-    library().triforce_attend_whole(
-        ctypes.byref(call), out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
-    )
-    return Partial(out.to(query.dtype), lse)
+    call.query, call.query_head, call.query_row = wide.data_ptr(), *wide.stride()[:2]
+    call.scale = query.shape[2] ** -0.5
+    return call
 
 
-def _keys(
-    call: Attention,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: int,
-    *,
-    own: int = 0,
-    window: int = 0,
-    visible: torch.Tensor | None = None,
-) -> None:
-    """Describe queries in float32 and blocks of keys [blocks, heads, tokens, head_dim]; see
-    `source/host.h`. The tensors must outlive the call.
+def _call(running: Running, query: torch.Tensor) -> Attention:
+    """Describe queries and their state."""
+    call = _described(query)
+    call.acc, call.peak = running.acc.data_ptr(), running.peak.data_ptr()
+    call.total, call.splits = running.total.data_ptr(), len(running.acc)
+    call.fresh = running.fresh
+    return call
+
+
+def _keys(call: Attention, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
+    """Describe blocks of keys [blocks, heads, tokens, head_dim]; see `source/host.h`. first: place
+    in the text of the first key
     """
-    call.query, call.query_head, call.query_row = query.data_ptr(), *query.stride()[:2]
-    call.scale = query.shape[-1] ** -0.5
     call.key, call.value = key.data_ptr(), value.data_ptr()
     call.format = _INT8 if key.dtype == torch.int8 else DENSE[key.dtype]
     call.blocks, call.tokens, call.first_key = len(key), key.shape[2], first
-    call.own, call.drafted, call.window = own, own, window
     size = key.itemsize
     call.key_block, call.key_head, call.key_row = (n * size for n in key.stride()[:3])
     call.value_block, call.value_head, call.value_row = (n * size for n in value.stride()[:3])
+
+
+def _own(call: Attention, tokens: int, window: int, visible: torch.Tensor | None) -> None:
+    """Describe which keys at the end the rows see: `tokens` are their own."""
+    call.own, call.drafted, call.window = tokens, tokens, window
     if visible is not None:
         call.visible, call.drafted = visible.data_ptr(), visible.shape[1]
 
 
-def _merged(running: Running, query: torch.Tensor) -> Partial:
-    """Return the whole attention that a state holds."""
+def _scores(call: Attention, scores: ScoreBuffer | None) -> None:
+    if scores is not None:
+        call.scores, call.first_chunk, call.chunk = scores.out.data_ptr(), scores.first, scores.size
+        call.scores_head, call.scores_row = scores.out.stride()[:2]
+
+
+def _answer(attend: Callable[..., None], call: Attention, query: torch.Tensor) -> Partial:
+    """Attend, and return the whole attention."""
     out = torch.empty(query.shape, dtype=torch.float32, device="cpu")
     lse = out.new_empty(query.shape[:2])
-    call = _call(running, query)
-    library().triforce_merge(ctypes.byref(call), out.data_ptr(), lse.data_ptr())
+    attend(ctypes.byref(call), out.data_ptr(), lse.data_ptr(), torch.get_num_threads())
     return Partial(out.to(query.dtype), lse)
-
-
-def _call(running: Running, query: torch.Tensor) -> Attention:
-    call = Attention()
-    call.acc, call.peak = running.acc.data_ptr(), running.peak.data_ptr()
-    call.total, call.splits = running.total.data_ptr(), len(running.acc)
-    call.heads, call.rows, call.head_dim = query.shape
-    return call

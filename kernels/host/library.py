@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -20,7 +19,7 @@ from triforce_kernels.host.structures import STRUCTURES
 # may be forced, so that tests compare them.
 VARIABLE = "TRIFORCE_VECTORS"
 # As in `source/host.h`. A library of another version is not used.
-_VERSION = 1
+_VERSION = 2
 
 _Long, _Address = ctypes.c_int64, ctypes.c_void_p
 
@@ -46,13 +45,13 @@ def library() -> ctypes.CDLL | None:
         found.triforce_make.restype = ctypes.c_char_p
         found.triforce_product.argtypes = (_Address, ctypes.c_int)
         found.triforce_decode.argtypes = (_Address, _Long, _Address, ctypes.c_int)
-        found.triforce_attend.argtypes = (_Address, ctypes.c_int)
-        found.triforce_merge.argtypes = (_Address, _Address, _Address)
+        found.triforce_attend.argtypes = (_Address, _Address, _Address, ctypes.c_int)
         found.triforce_attend_whole.argtypes = (_Address, _Address, _Address, ctypes.c_int)
         found.triforce_experts.argtypes = (_Address, ctypes.c_int)
         found.triforce_tiles.argtypes = (_Address, *[_Long] * 5, *[_Address] * 5)
         found.triforce_weighted_sums.argtypes = (*[_Address] * 3, *[_Long] * 3, _Address)
         found.triforce_choose.argtypes = [_Address] * 6
+        found.triforce_sequence.argtypes = (_Address, _Long, ctypes.c_int)
         found.triforce_map.argtypes = (_Long, _Address, _Address, _Long)
         for name in ("decode_kv", "delta", "norm", "gated", "rope"):
             getattr(found, f"triforce_{name}").argtypes = (_Address, ctypes.c_int)
@@ -66,8 +65,6 @@ def library() -> ctypes.CDLL | None:
         found.triforce_use_make(names.index(wanted))
     else:
         found.triforce_use_make(0)
-    if team := _team():
-        found.triforce_use_team(team)
     return found
 
 
@@ -104,18 +101,6 @@ def vectors() -> str | None:
     except LibraryError as error:
         return str(error)
     return found and (os.environ.get(VARIABLE) or makes(found)[0])
-
-
-def _team() -> ctypes.c_void_p | None:
-    """Return the function with which torch's OpenMP library runs another one in all threads, so
-    that kernels and torch share their threads. None if there is no such library.
-    """
-    # A name that is looked up in a library is looked up in those that it needs, too.
-    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    for path in (str(torchs), *openmp_libraries()):
-        with suppress(OSError, AttributeError):
-            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _Address)
-    return None
 
 
 def openmp_libraries() -> list[str]:

@@ -27,8 +27,10 @@ class Product(ctypes.Structure):
     """`Product` of `source/host.h`."""
 
     _fields_ = (
-        *((name, _Address) for name in ("weight", "x", "out")),
+        *((name, _Address) for name in ("weight", "x", "out", "bias")),
         *((name, _Long) for name in ("rows", "outputs", "x_stride", "out_stride", "rounded")),
+        ("adds", _Long),
+        ("factor", ctypes.c_float),
     )
 
 
@@ -84,7 +86,7 @@ class Norm(ctypes.Structure):
     _fields_ = (
         *((name, _Address) for name in ("x", "out", "delta", "weight")),
         *((name, _Long) for name in ("format", "out_format", "kind", "rows", "heads", "width")),
-        *((name, _Long) for name in ("x_row", "x_head", "out_row", "out_head")),
+        *((name, _Long) for name in ("x_row", "x_head", "out_row", "out_head", "adds")),
         *((name, ctypes.c_float) for name in ("eps", "offset", "factor")),
     )
 
@@ -96,6 +98,12 @@ class Gate(ctypes.Structure):
         *((name, _Address) for name in ("x", "out")),
         *((name, _Long) for name in ("format", "operation", "rows", "width", "x_row")),
     )
+
+
+class Call(ctypes.Structure):
+    """`Call` of `source/layer.c`."""
+
+    _fields_ = (("kind", _Long), ("job", _Address))
 
 
 class Rope(ctypes.Structure):
@@ -122,7 +130,9 @@ class Rule(ctypes.Structure):
     )
 
 
-STRUCTURES = (Weight, Product, Experts, Choice, Attention, KVBlock, Norm, Gate, Rope, Rule)
+STRUCTURES = (
+    *(Weight, Product, Experts, Choice, Attention, KVBlock, Norm, Gate, Call, Rope, Rule),
+)
 
 FORMATS = {
     name: number

@@ -164,11 +164,13 @@ def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> 
             ctypes.addressof(weight),
             read + first * step * size,
             written + first * outputs * size,
+            None,
             min(FEW_ROWS, rows - first),
             outputs,
             step,
             outputs,
             rounded,
+            factor=1.0,
         )
         found.triforce_product(ctypes.byref(product), threads)
     return out if x.dtype == torch.float32 else out.to(x.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from triforce_offload.weights.formats import Format, Matrix, aligned
 
@@ -14,8 +14,14 @@ if TYPE_CHECKING:
 
     from triforce_kernels.weights.linear import Weight
 
-# Named tensors of a layer.
-Views = Mapping[str, "Weight"]
+
+class Views(dict[str, "Weight"]):
+    """Named tensors of a layer, in one place.
+
+    prepared: what a computation makes of their addresses once; None before
+    """
+
+    prepared: Any = None
 
 
 @dataclass(frozen=True)
@@ -77,13 +83,13 @@ class FlatLayout:
         for stored in self.formats.values():
             yield from stored.decoded()
 
-    def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
+    def views(self, buffer: torch.Tensor) -> Views:
         """Return the named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
         return self.joined(buffer[: self.first_bytes], buffer[self.first_bytes : self.nbytes])
 
-    def joined(self, first: torch.Tensor, last: torch.Tensor) -> dict[str, Weight]:
+    def joined(self, first: torch.Tensor, last: torch.Tensor) -> Views:
         """Return the named tensors as views of two buffers with the two parts."""
-        views: dict[str, Weight] = {}
+        views = Views()
         for name, stored in self.formats.items():
             offset, low = self.offsets[name], self.low_offsets.get(name, self.first_bytes)
             apart = offset >= self.first_bytes
@@ -91,7 +97,7 @@ class FlatLayout:
             views[name] = stored.joined(high, last[low - self.first_bytes :])
         return views
 
-    def high(self, buffer: torch.Tensor) -> dict[str, Weight]:
+    def high(self, buffer: torch.Tensor) -> Views:
         """Return the named tensors as the high bits alone give them, which `buffer` has."""
         formats, offsets = self.formats.items(), self.offsets
-        return {name: stored.high(buffer[offsets[name] :]) for name, stored in formats}
+        return Views((name, stored.high(buffer[offsets[name] :])) for name, stored in formats)

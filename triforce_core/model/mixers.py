@@ -28,11 +28,11 @@ class MixerLayer(Protocol):
     """
 
     def __call__(
-        self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+        self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Return the mixer's output [rows, hidden]; if ranks share the model, this rank's summand.
+        """Return what the output's projection takes, [rows, columns of "o"].
 
-        hidden: hidden states before their norm, if the layer has one, [rows, hidden]
+        projected: products of the layer's normed hidden states with "qkv", [rows, its rows]
         """
 
 
@@ -52,12 +52,10 @@ class AttentionMixer:
         self._ranks = ranks
 
     def __call__(
-        self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+        self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> torch.Tensor:
         """MixerLayer.__call__."""
         spec = self._spec
-        hidden = _normed(w, hidden, self._norm)
-        projected = linear(hidden, w["qkv"], w.get("qkv_bias"))
         if spec.head_gate:
             head_gate = softplus(projected[:, -spec.heads :].float())
             projected = projected[:, : -spec.heads].contiguous()
@@ -89,7 +87,7 @@ class AttentionMixer:
             mixed *= sigmoid(gate)
         if spec.head_gate:
             mixed.unflatten(1, (-1, spec.head_dim)).mul_(head_gate.to(mixed.dtype)[..., None])
-        return linear(mixed, w["o"], w.get("o_bias"))
+        return mixed
 
     def _norm_over_ranks(
         self, queries: torch.Tensor, q_norm: torch.Tensor, keys: torch.Tensor, k_norm: torch.Tensor
@@ -121,11 +119,10 @@ class DeltaNetMixer:
         self._place = place
 
     def __call__(
-        self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+        self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> torch.Tensor:
         """MixerLayer.__call__."""
         spec = self._spec
-        projected = linear(_normed(w, hidden, self._norm), w["qkv"])
         sizes = spec.channels, spec.values, spec.value_heads, spec.value_heads
         inputs, gate, rates, decays = projected.split(sizes, 1)
         convolution = Convolution(w["conv"], activates=True)
@@ -142,7 +139,7 @@ class DeltaNetMixer:
         if spec.tiled_output:
             heads = gated.view(batch.rows, spec.key_heads, -1, spec.value_dim)
             gated = heads.transpose(1, 2).reshape(gated.shape)
-        return linear(gated, w["o"])
+        return gated
 
 
 class ShortConvMixer:
@@ -155,14 +152,13 @@ class ShortConvMixer:
         self._place = place
 
     def __call__(
-        self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+        self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> torch.Tensor:
         """MixerLayer.__call__."""
-        projected = linear(_normed(w, hidden, self._norm), w["qkv"], w.get("qkv_bias"))
         before, after, inputs = projected.split(self._spec.channels, 1)
         convolution = Convolution(w["conv"], w.get("conv_bias"))
         mixed = cache.convolve(self._place, before * inputs, convolution, batch)
-        return linear(mixed.mul_(after), w["o"], w.get("o_bias"))
+        return mixed.mul_(after)
 
 
 def mixer_layer(spec: LayerSpec, norm: Norm, place: int, ranks: Ranks) -> MixerLayer:
@@ -179,8 +175,3 @@ _RECURRENT: dict[type, Callable[..., MixerLayer]] = {
     DeltaNet: DeltaNetMixer,
     ShortConv: ShortConvMixer,
 }
-
-
-def _normed(w: Views, hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """Return the input of a mixer: the hidden states, normed if the layer has a norm before it."""
-    return norm(hidden, w["input_norm"]) if "input_norm" in w else hidden

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from triforce_core.model.layers import NormKind
+from triforce_kernels.host.layer import NormKind as HostNorm
 from triforce_kernels.layer import layer_norm, rms_norm
 
 # What is added to the weights of norms whose product with them is in float32.
@@ -29,6 +30,14 @@ class Norm:
         if self.kind is NormKind.LAYER:
             return layer_norm(x, weight, self.eps, delta)
         return rms_norm(x, weight, self.eps, delta, offset=_OFFSETS.get(self.kind))
+
+    @property
+    def on_host(self) -> tuple[HostNorm, float]:
+        """What the processor's kernels compute: the kind of the norm, and the offset of weights."""
+        if self.kind is NormKind.LAYER:
+            return HostNorm.LAYER, 0.0
+        offset = _OFFSETS.get(self.kind)
+        return (HostNorm.RMS, 0.0) if offset is None else (HostNorm.RMS_FLOAT32, offset)
 
     def scaled(self, x: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return an RMS norm of x [rows, width], a part of wider rows.

@@ -10,6 +10,7 @@ import torch
 
 from triforce_core.model.config import ModelConfig, RotationKind
 from triforce_core.model.elsewhere import CacheElsewhere, batch_on, device_of, moved
+from triforce_core.model.fused import FusedLayer
 from triforce_core.model.heads.taps import Taps
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.mixers import mixer_layer
@@ -241,14 +242,39 @@ class Model:
 
         mixes: input of the mixer, if it is not `hidden`
         """
-        spec = self.config.layers[index]
         mixes = hidden if mixes is None else mixes
-        mixed = self.ranks.sum(self._mixers[index](w, mixes, cache, batch))
+        mixer = self._mixers[index]
+        # No temporary has a name here, so each is freed as soon as the next one is computed.
+        self._add(index, w, hidden, mixer(w, self._projected(index, w, mixes), cache, batch))
+        if self.config.layers[index].output_scale:
+            hidden *= w["output_scale"]
+
+    def _projected(self, index: int, w: Views, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the mixer of a layer takes, [rows, rows of "qkv"]."""
+        before = self._fused(index, w).before
+        if before and before.fits(hidden):
+            projected = hidden.new_empty(len(hidden), w["qkv"].shape[0])
+            before.run(hidden, projected)
+            return projected
+        normed = self._norm(hidden, w["input_norm"]) if "input_norm" in w else hidden
+        return linear(normed, w["qkv"], w.get("qkv_bias"))
+
+    def _add(self, index: int, w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Add the projection of what a mixer returned, and the MLP's output, to `hidden`."""
+        spec, after = self.config.layers[index], self._fused(index, w).after
+        if after and self.ranks.count == 1 and after.fits(mixed, hidden):
+            after.run(mixed, hidden)
+            return
+        mixed = self.ranks.sum(linear(mixed, w["o"], w.get("o_bias")))
         mixed = self._added(spec, w.get("mixer_norm"), mixed)
         computed = self.ranks.sum(self._mlps[index](w, hidden, mixed))
         hidden += self._added(spec, w.get("mlp_norm"), computed)
-        if spec.output_scale:
-            hidden *= w["output_scale"]
+
+    def _fused(self, index: int, w: Views) -> FusedLayer:
+        """Return the computations around the mixer that a processor makes at once."""
+        if w.prepared is None:
+            w.prepared = FusedLayer.of(self.config.layers[index], self._norm, w)
+        return w.prepared
 
     def _added(
         self, spec: LayerSpec, norm: torch.Tensor | None, computed: torch.Tensor

@@ -26,7 +26,7 @@ enum { COUNT = sizeof MAKES / sizeof *MAKES };
 const Kernels *kernels = &kernels_plain;
 
 /* The version of this interface (`library.py`). */
-EXPORT int triforce_version(void) { return 1; }
+EXPORT int triforce_version(void) { return 2; }
 
 /* Sizes of structures, for a check against those of `structures.py`. */
 EXPORT int triforce_size_of_weight(void) { return sizeof(Weight); }
@@ -64,8 +64,13 @@ static void product_part(const void *job, int64_t first, int64_t end) {
     kernels->product(job, first, end);
 }
 
+Task product_task(const Product *p, int threads) {
+    return (Task){product_part, p, p->outputs, outputs_at_once(p, threads)};
+}
+
 EXPORT void triforce_product(const Product *p, int threads) {
-    divide(product_part, p, p->outputs, outputs_at_once(p, threads), threads);
+    Task task = product_task(p, threads);
+    divide_all(&task, 1, threads);
 }
 
 typedef struct {
@@ -91,13 +96,11 @@ static void attention_part(const void *job, int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) kernels->attend(a, i / a->splits, i % a->splits);
 }
 
-EXPORT void triforce_attend(const Attention *a, int threads) {
-    divide(attention_part, a, a->heads * a->splits, 1, threads);
-}
-
-/* Merges the splits of a state: out [heads, rows, head_dim] and the log-sum-exps [heads, rows]. */
-EXPORT void triforce_merge(const Attention *a, float *out, float *lse) {
-    kernels->merge(a, out, lse);
+/* Attends, if there are keys. Then merges the splits of the state, if `out` is given: out [heads,
+   rows, head_dim] and the log-sum-exps [heads, rows]. */
+EXPORT void triforce_attend(const Attention *a, float *out, float *lse, int threads) {
+    if (a->blocks > 0 && a->tokens > 0) divide(attention_part, a, a->heads * a->splits, 1, threads);
+    if (out) kernels->merge(a, out, lse);
 }
 
 typedef struct {

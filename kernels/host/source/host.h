@@ -39,12 +39,17 @@ typedef struct {
 } Weight;
 
 /* out [rows, outputs] = x [rows, columns] times the transposed weight [outputs, columns], whose
-   numbers are first rounded to `rounded`, F32 for not at all, F16 or BF16. */
+   numbers are first rounded to `rounded`, F32 for not at all, F16 or BF16.
+
+   bias: [outputs], added to the products; NULL for none
+   adds: whether results are added to `out`, and `factor`: what they are multiplied by before */
 typedef struct {
     const Weight *weight;
     const float *x;
     float *out;
-    int64_t rows, outputs, x_stride, out_stride, rounded;
+    const float *bias;
+    int64_t rows, outputs, x_stride, out_stride, rounded, adds;
+    float factor;
 } Product;
 
 /* Attention of queries [heads, rows, head_dim] to keys and values [blocks, heads, tokens, head_dim]
@@ -91,6 +96,7 @@ typedef struct {
    delta: added to x first, in place, [rows, heads, width]; NULL for nothing
    weight: [width]; NULL for ones
    x_row, ...: numbers from a row or a head to the next
+   adds: whether the results are added to `out`
    kind: NORM_RMS rounds before the product with the weight, NORM_RMS_FLOAT32 and NORM_LAYER do not;
        NORM_UNIT makes rows of length 1, with `eps` added to the square of the length
    factor: of the numbers, and offset: of the weights */
@@ -98,7 +104,7 @@ enum { NORM_RMS, NORM_RMS_FLOAT32, NORM_LAYER, NORM_UNIT };
 typedef struct {
     uint8_t *x, *out;
     const uint8_t *delta, *weight;
-    int64_t format, out_format, kind, rows, heads, width, x_row, x_head, out_row, out_head;
+    int64_t format, out_format, kind, rows, heads, width, x_row, x_head, out_row, out_head, adds;
     float eps, offset, factor;
 } Norm;
 

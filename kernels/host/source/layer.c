@@ -9,16 +9,26 @@ static void norm_part(const void *job, int64_t first, int64_t end) {
     kernels->norm(job, first, end);
 }
 
+Task norm_task(const Norm *p) {
+    return (Task){norm_part, p, p->rows * p->heads, rows_at_once(p->width)};
+}
+
 EXPORT void triforce_norm(const Norm *p, int threads) {
-    divide(norm_part, p, p->rows * p->heads, rows_at_once(p->width), threads);
+    Task task = norm_task(p);
+    divide_all(&task, 1, threads);
 }
 
 static void gated_part(const void *job, int64_t first, int64_t end) {
     kernels->gated(job, first, end);
 }
 
+Task gated_task(const Gate *p) {
+    return (Task){gated_part, p, p->rows, rows_at_once(4 * p->width)};
+}
+
 EXPORT void triforce_gated(const Gate *p, int threads) {
-    divide(gated_part, p, p->rows, rows_at_once(4 * p->width), threads);
+    Task task = gated_task(p);
+    divide_all(&task, 1, threads);
 }
 
 static void rope_part(const void *job, int64_t first, int64_t end) {
@@ -29,11 +39,31 @@ EXPORT void triforce_rope(const Rope *p, int threads) {
     divide(rope_part, p, p->tokens, rows_at_once(p->heads * p->head_dim), threads);
 }
 
+/* One of several calls: `job` is a Product, a Norm or a Gate. */
+enum { CALL_PRODUCT, CALL_NORM, CALL_GATED };
+typedef struct {
+    int64_t kind;
+    const void *job;
+} Call;
+
+/* Makes at most MOST_TASKS calls, each after the one before it. */
+EXPORT void triforce_sequence(const Call *calls, int64_t count, int threads) {
+    Task tasks[MOST_TASKS];
+    for (int64_t i = 0; i < count; i++) {
+        const Call *call = calls + i;
+        tasks[i] = call->kind == CALL_PRODUCT ? product_task(call->job, threads)
+                   : call->kind == CALL_NORM  ? norm_task(call->job)
+                                              : gated_task(call->job);
+    }
+    divide_all(tasks, (int)count, threads);
+}
+
 EXPORT void triforce_map(int64_t operation, const float *x, float *out, int64_t count) {
     kernels->map(operation, x, out, count);
 }
 
 /* For checks against `library.py`. */
 EXPORT int triforce_size_of_norm(void) { return sizeof(Norm); }
+EXPORT int triforce_size_of_call(void) { return sizeof(Call); }
 EXPORT int triforce_size_of_gate(void) { return sizeof(Gate); }
 EXPORT int triforce_size_of_rope(void) { return sizeof(Rope); }

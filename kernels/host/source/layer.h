@@ -85,8 +85,11 @@ INLINE void norm_row(const Norm *p, int64_t format, int64_t row, int64_t head) {
         if (p->kind == NORM_RMS) some = rounded_to(format, some);
         if (p->weight)
             some *= read_numbers(format, p->weight + i * size, n) + all(p->offset);
-        write_numbers(p->out_format, out + i * size_of(p->out_format),
-                      rounded_to(p->out_format, some), n);
+        some = rounded_to(p->out_format, some);
+        uint8_t *at = out + i * size_of(p->out_format);
+        if (p->adds)
+            some = rounded_to(p->out_format, some + read_numbers(p->out_format, at, n));
+        write_numbers(p->out_format, at, some, n);
     }
 }
 

@@ -121,8 +121,13 @@ static void product(const Product *p, int64_t first, int64_t end) {
         for (int64_t row = 0; row < p->rows; row++) {
             float total[DECODED];
             for (int o = 0; o < DECODED; o += OUTPUTS) four_sums(sums[row] + o, total + o);
-            for (int o = 0; o < outputs; o++)
-                p->out[row * p->out_stride + output + o] = total[o] + rest[row][o];
+            for (int o = 0; o < outputs; o++) {
+                float *out = p->out + row * p->out_stride + output + o;
+                float result = total[o] + rest[row][o];
+                if (p->bias) result += p->bias[output + o];
+                if (p->factor != 1) result *= p->factor;
+                *out = p->adds ? *out + result : result;
+            }
         }
     }
 }

@@ -1,34 +1,60 @@
-/* Divides work among the threads of torch's OpenMP library. */
+/* Divides tasks among threads. */
 #include "threads.h"
 
+#include "pool.h"
+
+#include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
 
-static Team team = NULL;
-
-EXPORT void triforce_use_team(Team found) { team = found; }
+/* The first item of a task that no thread has begun, and how many items are done. */
+typedef struct {
+    _Alignas(64) _Atomic int64_t next;
+    _Atomic int64_t done;
+} Progress;
 
 typedef struct {
-    Part part;
-    const void *job;
-    int64_t count, step;
-    _Atomic int64_t next;
+    const Task *tasks;
+    Progress *progress;
+    int count;
 } Shared;
 
-static void work(void *data) {
-    Shared *shared = data;
-    int64_t first;
-    while ((first = atomic_fetch_add(&shared->next, shared->step)) < shared->count) {
-        int64_t end = first + shared->step;
-        shared->part(shared->job, first, end < shared->count ? end : shared->count);
+/* Waits until all items are done. A thread that waits for long lets others run: there may be fewer
+   processors than threads. */
+static void wait_for(_Atomic int64_t *done, int64_t count) {
+    for (int asked = 0; atomic_load_explicit(done, memory_order_acquire) < count; asked++)
+        if (asked > 1 << 12) sched_yield();
+}
+
+static void work_on(void *data) {
+    const Shared *shared = data;
+    for (int i = 0; i < shared->count; i++) {
+        const Task *task = shared->tasks + i;
+        Progress *progress = shared->progress + i;
+        int64_t first;
+        while ((first = atomic_fetch_add(&progress->next, task->step)) < task->count) {
+            int64_t end = first + task->step < task->count ? first + task->step : task->count;
+            task->part(task->job, first, end);
+            atomic_fetch_add(&progress->done, end - first);
+        }
+        if (i + 1 < shared->count) wait_for(&progress->done, task->count);
     }
 }
 
+void divide_all(const Task *tasks, int count, int threads) {
+    Progress progress[MOST_TASKS];
+    int divided = 0;
+    for (int i = 0; i < count; i++) {
+        progress[i].next = progress[i].done = 0;
+        divided |= tasks[i].count > tasks[i].step;
+    }
+    Shared shared = {tasks, progress, count};
+    with_help(work_on, &shared, divided ? threads - 1 : 0);
+}
+
 void divide(Part part, const void *job, int64_t count, int64_t step, int threads) {
-    Shared shared = {part, job, count, step, 0};
-    /* A team of another size than before would end threads and start others. */
-    if (threads > 1 && count > step && team) team(work, &shared, (unsigned)threads, 0);
-    else work(&shared);
+    Task task = {part, job, count, step};
+    divide_all(&task, 1, threads);
 }
 
 /* Outputs of a part of a product: at least 8 parts a thread, if these are not too small. */

@@ -1,18 +1,30 @@
-/* Work that is divided among threads, and the kernels that are in use. */
+/* Tasks that are divided among threads, and the kernels that are in use. */
 #pragma once
 
 #include "host.h"
-
-/* Runs a function in every thread of a team, as GNU's OpenMP library has it. The one that torch has
-   loaded is used, so that both share their threads. */
-typedef void (*Team)(void (*function)(void *), void *data, unsigned threads, unsigned flags);
 
 extern const Kernels *kernels;
 
 typedef void (*Part)(const void *job, int64_t first, int64_t end);
 
-/* Computes parts of `step` of `count` items, each by whichever thread is free. */
+/* `count` items, of which a free thread computes `step` at a time. */
+typedef struct {
+    Part part;
+    const void *job;
+    int64_t count, step;
+} Task;
+
+/* Computes the items of one task. */
 void divide(Part part, const void *job, int64_t count, int64_t step, int threads);
+
+/* Computes `count` tasks, at most MOST_TASKS, one after the other. Threads are woken once, and then
+   wait for one another by asking again and again. */
+enum { MOST_TASKS = 16 };
+void divide_all(const Task *tasks, int count, int threads);
+
+Task product_task(const Product *p, int threads);
+Task norm_task(const Norm *p);
+Task gated_task(const Gate *p);
 
 /* How many rows of this width are worth waking a thread for. */
 int64_t rows_at_once(int64_t columns);

@@ -148,11 +148,8 @@ def test_texts_do_not_depend_on_what_drafts(models, whole, dtype: str, temperatu
 def _elsewhere(own: Callable) -> Callable:
     """Attention of several rows whose keys begin one place later."""
 
-    def keys(
-        call: object, query: torch.Tensor, key: torch.Tensor, *args: Any, **named: Any
-    ) -> None:
-        value, first = args
-        own(call, query, key, value, first + (query.shape[1] > 2), **named)
+    def keys(call: Any, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
+        own(call, key, value, first + (call.rows > 2))
 
     return keys
 

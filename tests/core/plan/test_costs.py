@@ -26,6 +26,7 @@ from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.machine.profiles import gpu_names, integer_rate, named
 from triforce_offload.weights.formats import DTYPES
+from triforce_offload.weights.layouts import Views
 
 TOKENS = 3
 TINY = replace(
@@ -88,9 +89,8 @@ def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch) -> Non
 
     for module in (layer, streaming):
         monkeypatch.setattr(module, "implementation", counting)
-    views = {
-        name: torch.full(shape, 0.1) for name, shape in TINY.layers[0].shapes(TINY.hidden).items()
-    }
+    shapes = TINY.layers[0].shapes(TINY.hidden).items()
+    views = Views((name, torch.full(shape, 0.1)) for name, shape in shapes)
     batch = ForwardBatch.text(torch.zeros(TOKENS, dtype=torch.int64), 0, torch.device("cpu"))
     batch = replace(batch, rotation=(torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)))
     model, cache = Model(TINY, None, None, torch.device("cpu")), Cache8()

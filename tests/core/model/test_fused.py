@@ -1,0 +1,73 @@
+"""Layers of which a processor computes all but the mixing by two calls, at few rows: the bits are
+those of the layer's single operations.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import FAMILIES, make_model, random_ids
+from same_bits_runs import in_passes
+
+from triforce_core import Engine
+from triforce_core.model.feed_forward import DenseMLP
+from triforce_core.model.fused import FusedLayer
+from triforce_kernels.host.library import library
+from triforce_kernels.host.sequence import Sequence
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+
+PROMPT, TEXT, ROWS = 20, 60, 7
+# One for each way in which layers differ around their mixers; the others with `--all`.
+FEW = (
+    *("llama", "llama-bias", "qwen3", "gemma3", "gemma4", "granite", "olmo3", "cohere2", "phi3"),
+    *("qwen3_5", "lfm2-bias", "mixtral", "olmoe"),
+)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each run of a sequence."""
+    seen, own = [], Sequence.run
+
+    def run(self: Sequence, *given: torch.Tensor) -> None:
+        seen.append(len(given[0]))
+        own(self, *given)
+
+    monkeypatch.setattr(Sequence, "run", run)
+    return seen
+
+
+def logits(path: Path) -> tuple[torch.Tensor, int]:
+    """Logits of passes, and how many runs a pass has if all is fused that can be."""
+    drafts = {"method": "speculative", "draft": "ngram", "draft_tokens": 16}
+    with Engine.from_pretrained(path, device="cpu", max_context=128, **drafts) as engine:
+        layers = engine.models.target.config.layers
+        dense = sum(isinstance(each.mlp, DenseMLP) and not each.parallel for each in layers)
+        return in_passes(engine, random_ids(TEXT, seed=1), PROMPT, ROWS), len(layers) + dense
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_are_those_of_single_operations(
+    family: str, tmp_path, runs, monkeypatch, *, whole: bool
+) -> None:
+    if family not in FEW and not whole:
+        pytest.skip("with --all")
+    make_model(family, tmp_path)
+    fused, runs_of_a_pass = logits(tmp_path)
+    passes, rest = divmod(runs.count(ROWS), runs_of_a_pass)
+    assert passes > 3
+    assert not rest
+    monkeypatch.setattr(FusedLayer, "of", lambda spec, norm, w: FusedLayer())
+    runs.clear()
+    assert torch.equal(logits(tmp_path)[0], fused)
+    assert not runs
+
+
+def test_half_precision_is_left_to_single_operations(tmp_path, runs) -> None:
+    make_model("llama", tmp_path)
+    with Engine.from_pretrained(tmp_path, device="cpu", dtype="bfloat16") as engine:
+        in_passes(engine, random_ids(TEXT, seed=1), PROMPT, ROWS)
+    assert not runs

@@ -1,0 +1,177 @@
+"""Sequences of the processor's kernels, and the threads that help."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from triforce_kernels import dispatch, layer
+from triforce_kernels.dispatch import HOST
+from triforce_kernels.host.layer import NormKind, Operation
+from triforce_kernels.host.library import library
+from triforce_kernels.host.sequence import Sequence
+from triforce_kernels.weights import int4, split_bf16
+from triforce_kernels.weights.high_bits import HighBitsWeight
+from triforce_kernels.weights.linear import StackedWeight, Weight, linear
+
+pytestmark = pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+HIDDEN, WIDTH, EPS = 192, 320, 1e-5
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_forced", HOST)
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(rows: int, columns: int, seed: int) -> dict[str, Weight]:
+    dense = numbers(rows, columns, seed=seed)
+    split = split_bf16.encode(dense.bfloat16())
+    half = rows // 2
+    return {
+        "float32": dense,
+        "bfloat16": dense.bfloat16(),
+        "split": split,
+        "high bits": HighBitsWeight.of(split),
+        "int4": int4.quantise(dense),
+        "stacked": StackedWeight((dense[:half].half(), int4.quantise(dense[half:]))),
+    }
+
+
+GATE_UP, DOWN = weights(2 * WIDTH, HIDDEN, 1), weights(HIDDEN, WIDTH, 2)
+NORM, BIAS = numbers(HIDDEN, seed=3), numbers(HIDDEN, seed=4)
+
+
+def mlp(name: str, kind: NormKind, offset: float) -> Sequence:
+    """A norm, a gated MLP, and the norm of its output, which is added to the input."""
+    calls = Sequence()
+    hidden, plain = calls.given(HIDDEN), calls.given(HIDDEN)
+    normed, gate_up, gated = calls.own(HIDDEN), calls.own(2 * WIDTH), calls.own(WIDTH)
+    out = calls.own(HIDDEN)
+    calls.norm(hidden, NORM, normed, kind, offset, EPS)
+    calls.product(normed, GATE_UP[name], gate_up)
+    calls.gated(gate_up, gated, Operation.SILU)
+    calls.product(gated, DOWN[name], out, BIAS)
+    calls.norm(out, NORM, hidden, kind, offset, EPS, adds=True)
+    calls.product(gated, DOWN[name], plain, BIAS, adds=True, factor=0.3)
+    return calls
+
+
+def expected(
+    name: str, kind: NormKind, offset: float, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    def norm(rows: torch.Tensor) -> torch.Tensor:
+        if kind == NormKind.LAYER:
+            return layer.layer_norm(rows, NORM, EPS)
+        return layer.rms_norm(rows, NORM, EPS, offset=None if kind == NormKind.RMS else offset)
+
+    out = linear(layer.swiglu(linear(norm(x), GATE_UP[name])), DOWN[name], BIAS)
+    return x + norm(out), 1 + out * 0.3
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("name", GATE_UP)
+def test_a_sequence_gives_the_bits_of_its_calls(name: str, threads: int) -> None:
+    kinds = (NormKind.RMS, 0.0), (NormKind.RMS_FLOAT32, 1.0), (NormKind.LAYER, 0.0)
+    before = torch.get_num_threads()
+    for kind, offset in kinds:
+        calls = mlp(name, kind, offset)
+        for rows in (1, 3, 17, 64):
+            x = numbers(rows, HIDDEN, seed=rows)
+            wanted, plain_wanted = expected(name, kind, offset, x)
+            plain = torch.ones(rows, HIDDEN)
+            torch.set_num_threads(threads)
+            try:
+                assert calls.fits(x, plain)
+                calls.run(x, plain)
+            finally:
+                torch.set_num_threads(before)
+            assert torch.equal(x, wanted), (kind, rows)
+            assert torch.equal(plain, plain_wanted), (kind, rows)
+
+
+def test_what_a_sequence_does_not_take() -> None:
+    calls = mlp("float32", NormKind.RMS, 0.0)
+    for wrong in (
+        torch.zeros(2, HIDDEN, dtype=torch.bfloat16),
+        torch.zeros(65, HIDDEN),
+        torch.zeros(0, HIDDEN),
+        torch.zeros(2, HIDDEN + 1),
+        torch.zeros(2, 2 * HIDDEN)[:, ::2],
+    ):
+        assert not calls.fits(wrong), wrong.shape
+    gate_up, rows = calls.own(2 * WIDTH), calls.own(WIDTH)
+    for _ in range(10):
+        calls.gated(gate_up, rows, Operation.SILU)
+    with pytest.raises(ValueError, match="at most 16 calls"):
+        calls.gated(gate_up, rows, Operation.SILU)
+
+
+def test_threads_that_call_at_once_do_not_meet() -> None:
+    """Each has helpers of its own; more threads than processors, for longer than helpers stay
+    awake.
+    """
+    x = numbers(5, HIDDEN, seed=9)
+    wanted = expected("float32", NormKind.RMS, 0.0, x)[0]
+
+    def run(index: int) -> bool:
+        torch.set_num_threads(2 + index % 3)
+        calls, same = mlp("float32", NormKind.RMS, 0.0), True
+        for turn in range(60):
+            given, plain = x.clone(), torch.ones(5, HIDDEN)
+            calls.run(given, plain)
+            same = same and torch.equal(given, wanted)
+            if turn % 20 == index % 20:
+                time.sleep(0.001)
+        return same
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(run, range(12)))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_helpers_end_with_their_thread() -> None:
+    script = f"""
+import os, sys, threading, time, torch
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from test_host_sequence import HIDDEN, NormKind, mlp, numbers
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def run(count=4):
+    torch.set_num_threads(count)
+    mlp("float32", NormKind.RMS, 0.0).run(numbers(2, HIDDEN, seed=1), torch.ones(2, HIDDEN))
+
+run()
+before = threads()
+for _ in range(3):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+# The system counts a thread for a moment after it has ended.
+end = time.monotonic() + 60
+while threads() > before and time.monotonic() < end:
+    time.sleep(0.01)
+assert threads() == before, (threads(), before)
+# A child has no helpers, and starts its own.
+if not (child := os.fork()):
+    run()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+run()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
