@@ -33,7 +33,7 @@ def splits(query: torch.Tensor) -> int:
     """Return into how many parts the keys of a head are divided. It does not depend on threads or
     rows, and neither do results.
     """
-    return max(1, HOST_PARTS // len(query)) if _computes(query) else reference_splits(query)
+    return max(1, HOST_PARTS // query.shape[0]) if _computes(query) else reference_splits(query)
 
 
 def blocks(
@@ -126,7 +126,7 @@ def _call(running: Running, query: torch.Tensor) -> Attention:
     """Describe queries and their state."""
     call = _described(query)
     call.acc, call.peak = running.acc.data_ptr(), running.peak.data_ptr()
-    call.total, call.splits = running.total.data_ptr(), len(running.acc)
+    call.total, call.splits = running.total.data_ptr(), running.acc.shape[0]
     call.fresh = running.fresh
     return call
 
@@ -137,7 +137,7 @@ def _keys(call: Attention, key: torch.Tensor, value: torch.Tensor, first: int) -
     """
     call.key, call.value = key.data_ptr(), value.data_ptr()
     call.format = _INT8 if key.dtype == torch.int8 else DENSE[key.dtype]
-    call.blocks, call.tokens, call.first_key = len(key), key.shape[2], first
+    call.blocks, call.tokens, call.first_key = key.shape[0], key.shape[2], first
     size = key.itemsize
     call.key_block, call.key_head, call.key_row = (n * size for n in key.stride()[:3])
     call.value_block, call.value_head, call.value_row = (n * size for n in value.stride()[:3])

@@ -141,7 +141,7 @@ class Sequence:
             self._calls = (Call * len(self._structs))(
                 *(Call(_KINDS[type(each)], ctypes.addressof(each)) for each in self._structs)
             )
-        rows = len(given[0])
+        rows = given[0].shape[0]
         own = torch.empty(rows * sum(self._own), dtype=torch.float32, device="cpu")
         starts, start = [], own.data_ptr()
         for width in self._own:
@@ -156,13 +156,10 @@ class Sequence:
         library().triforce_sequence(self._calls, len(self._calls), torch.get_num_threads())
 
     def fits(self, *given: torch.Tensor) -> bool:
-        """Return whether a run takes these tensors, which may be the first ones alone."""
-        rows = len(given[0])
+        """Return whether a run takes these tensors of a CPU, which may be the first ones alone."""
+        rows = given[0].shape[0]
         return 0 < rows <= FEW_ROWS and all(
-            each.dtype == torch.float32
-            and each.device.type == "cpu"
-            and each.shape == (rows, width)
-            and each.is_contiguous()
+            each.dtype == torch.float32 and each.shape == (rows, width) and each.is_contiguous()
             for each, width in zip(given, self._given, strict=False)
         )
 

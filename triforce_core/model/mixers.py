@@ -66,6 +66,26 @@ class AttentionMixer:
             heads = torch.cat((gated[:, ::2], heads[:, 2 * spec.heads :]), 1)
         if not spec.projects_values:
             heads = torch.cat((heads, heads[:, spec.heads :]), 1)
+        self._prepare(w, heads, batch)
+        attend = cache.attend if spec.window is None else cache.attend_window
+        softmax = Softmax(w.get("sinks"), spec.score_cap)
+        mixed = attend(self._kv_layer, heads, batch, softmax)
+        mixed = mixed.transpose(0, 1).reshape(batch.rows, -1)
+        if spec.output_gate:
+            mixed *= sigmoid(gate)
+        if spec.head_gate:
+            mixed.unflatten(1, (-1, spec.head_dim)).mul_(head_gate.to(mixed.dtype)[..., None])
+        return mixed
+
+    def _prepare(self, w: Views, heads: torch.Tensor, batch: ForwardBatch) -> None:
+        """Norm queries, keys and values and scale queries, in place, as far as the layer does.
+
+        heads: [rows, heads, head_dim], queries first, then keys
+        """
+        spec = self._spec
+        scales = self._query_factor is not None or batch.query_scale is not None
+        if not (spec.value_norm or spec.qk_norm or scales):
+            return
         queries, keys, values = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
         if spec.value_norm:
             values.copy_(self._norm(values, values.new_ones(spec.head_dim)))
@@ -79,15 +99,6 @@ class AttentionMixer:
             queries.mul_(self._query_factor)
         if batch.query_scale is not None:
             queries.mul_(batch.query_scale[:, None, None])
-        attend = cache.attend if spec.window is None else cache.attend_window
-        softmax = Softmax(w.get("sinks"), spec.score_cap)
-        mixed = attend(self._kv_layer, heads, batch, softmax)
-        mixed = mixed.transpose(0, 1).reshape(batch.rows, -1)
-        if spec.output_gate:
-            mixed *= sigmoid(gate)
-        if spec.head_gate:
-            mixed.unflatten(1, (-1, spec.head_dim)).mul_(head_gate.to(mixed.dtype)[..., None])
-        return mixed
 
     def _norm_over_ranks(
         self, queries: torch.Tensor, q_norm: torch.Tensor, keys: torch.Tensor, k_norm: torch.Tensor

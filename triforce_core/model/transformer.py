@@ -253,7 +253,7 @@ class Model:
         """Return what the mixer of a layer takes, [rows, rows of "qkv"]."""
         before = self._fused(index, w).before
         if before and before.fits(hidden):
-            projected = hidden.new_empty(len(hidden), w["qkv"].shape[0])
+            projected = hidden.new_empty(hidden.shape[0], w["qkv"].shape[0])
             before.run(hidden, projected)
             return projected
         normed = self._norm(hidden, w["input_norm"]) if "input_norm" in w else hidden
