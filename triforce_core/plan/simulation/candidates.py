@@ -34,6 +34,8 @@ from triforce_offload.plan.placing import (
 # Rate at which one host thread gathers chunks before they cross an emulated link (`kv/gather`). A
 # GPU reads chunks directly from host memory (`kv/direct`).
 GATHER_BYTES_PER_SECOND = 4e9
+# Most tokens on a path of a tree by a head, of which each level takes a forward.
+_DEEPEST = 10
 
 
 @dataclass(frozen=True)
@@ -100,30 +102,34 @@ def candidates(
     draft_tokens: int,
     inners: Iterable[int],
     draft_kv: str | None = None,
+    *,
+    tree: int = 0,
 ) -> list[Candidate]:
     """Return plans with the placement that the engine would choose, one for each inner length.
 
     budget: retrieval budget, 0 for no retrieval level
     draft_tokens: length of drafts, 0 for no drafts, or for trees if there is a retrieval level
     inners: lengths of the drafter's drafts for the retrieval level
+    tree: number of tokens of a drafter's trees for the target, instead of `draft_tokens`
     Raises DoesNotFitError or UsageError.
     """
+    drafted = draft_tokens or tree
     method = replace(
         case.method,
         draft_kv=(draft_kv or case.method.draft_kv) if budget else AUTO,
-        method="triforce" if budget else "speculative" if draft_tokens else "autoregressive",
+        method="triforce" if budget else "speculative" if drafted else "autoregressive",
         draft=case.draft,
         draft_tokens=draft_tokens or AUTO,
         inner_draft_tokens=AUTO,
         budget=budget or None,
     )
     fitted, found = _fit(case, method), []
-    for memory in _by_processor(case, fitted, draft_tokens):
+    for memory in _by_processor(case, fitted, drafted):
         chosen = Plan.of(method, memory, fitted.budget)
         chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights, kv=case.kv)
         for inner in inners:
             decoding = replace(chosen.method, inner_draft_tokens=inner or AUTO)
-            found.append(evaluate(case, replace(chosen, method=decoding), memory))
+            found.append(evaluate(case, replace(chosen, method=decoding), memory, tree))
     return found
 
 
@@ -169,14 +175,19 @@ def _with_more_kv(case: Case, memory: MemoryPlan) -> list[MemoryPlan]:
     return found
 
 
-def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
-    """Return the cost of a round with a plan, and the tokens that a round yields."""
+def evaluate(case: Case, chosen: Plan, memory: MemoryPlan, tree: int = 0) -> Candidate:
+    """Return the cost of a round with a plan, and the tokens that a round yields.
+
+    tree: as for `candidates`
+    """
     method = chosen.method
     drafter = _drafter_seconds(case)
     step = refresh = 0.0
     if chosen.budget:
         refresh = _refresh_seconds(case, chosen, memory)
         drafted, tokens, drafting, step = _level(case, chosen, memory, drafter)
+    elif tree:
+        drafted, (tokens, drafting) = tree, _tree(case, memory, tree)
     else:
         drafted = int(method.draft_tokens) if method.drafts else 0
         drafting = drafted * drafter
@@ -236,6 +247,20 @@ def _level(
     return nodes, *min(depths, key=lambda found: (whole + found[1]) / found[0])
 
 
+def _tree(case: Case, memory: MemoryPlan, nodes: int) -> tuple[float, float]:
+    """Return how many tokens a pass over a head's tree yields, and the seconds of the draft, at the
+    depth that is fastest.
+    """
+    whole = RoundCost(case.costs, memory, case.length, nodes + 1).least_seconds
+
+    def tree(deepest: int) -> tuple[float, float]:
+        level = _drafter_seconds(case, max(1, nodes // deepest))
+        return expected_tree(case.curve.inner, nodes, deepest), deepest * level
+
+    trees = map(tree, range(1, min(_DEEPEST, nodes) + 1))
+    return min(trees, key=lambda found: (whole + found[1]) / found[0])
+
+
 def _fit(case: Case, method: MethodSettings) -> Resolved:
     """Return the placement that the engine would choose, with the user's choices applied.
 
@@ -259,8 +284,8 @@ def _fit(case: Case, method: MethodSettings) -> Resolved:
     return replace(fitted, memory=room.with_files(memory))
 
 
-def _drafter_seconds(case: Case) -> float:
-    """Return the seconds of one token of the lowest level. N-gram lookup is counted as 0."""
+def _drafter_seconds(case: Case, rows: int = 1) -> float:
+    """Return the seconds of one forward of the lowest level. N-gram lookup is counted as 0."""
     config = case.drafter
     if config is None:
         return 0.0
@@ -274,7 +299,7 @@ def _drafter_seconds(case: Case) -> float:
         costs, ends = replace(costs, hardware=case.hardware), case.costs.matrices
         own = replace(costs.matrices, head=ends.head, head_read=ends.head_read)
         costs = replace(costs, stored=own)
-    return costs.resident_forward(1, WINDOW)
+    return costs.resident_forward(rows, WINDOW)
 
 
 def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:

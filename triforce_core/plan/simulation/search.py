@@ -11,13 +11,15 @@ from triforce_core.plan.fitting import needs_weights
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.candidates import Candidate, candidates
 from triforce_core.plan.simulation.case import Case
-from triforce_core.settings import AUTO, EXACT, INT4, INT8, NO_DRAFTER
+from triforce_core.settings import AUTO, AUTO_DRAFT_TOKENS, EXACT, INT4, INT8, NO_DRAFTER
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
 
 BUDGETS = tuple(256 << i for i in range(8))
 DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 224, 256)
 INNER_DRAFTS = (1, 2, 3, 4, 6, 8)
+# Numbers of tokens of a head's trees.
+TREES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, AUTO_DRAFT_TOKENS)
 # What is advised takes this share of a token's seconds at most.
 _LEAST_GAIN = 0.9
 # Of these, those by which plans are compared before the lengths of the best are chosen.
@@ -111,17 +113,30 @@ def _with_best_lengths(best: Candidate) -> Candidate:
 
 def _trees(case: Case, plan: Plan) -> list[Candidate]:
     """Return a plan in which the retrieval level drafts trees, with each length of the drafter's
-    drafts, if it may.
+    drafts, if it may; without a retrieval level, plans in which a head does.
     """
-    sizes = case.sizes(plan.method)
-    if not plan.budget or "draft_tokens" in case.fixed or not sizes.grows_trees:
+    method = replace(case.method, draft_tokens=AUTO)
+    if "draft_tokens" in case.fixed or case.method.tree != AUTO:
         return []
-    if not replace(case.method, draft_tokens=AUTO).grows_trees or case.method.tree != AUTO:
+    if not plan.budget:
+        return _trees_of_head(case)
+    if not (case.sizes(plan.method).grows_trees and method.grows_trees):
         return []
     (_, inners), *_ = _lengths(case, plan.budget, DRAFTS[-1:], INNER_DRAFTS)
     with suppress(DoesNotFitError):
         return candidates(case, plan.budget, 0, inners, plan.method.draft_kv)
     return []
+
+
+def _trees_of_head(case: Case) -> list[Candidate]:
+    """Return plans in which a head drafts trees for the target, if one does."""
+    head, found = case.drafter and case.drafter.layers[0].joins, []
+    plain = case.fixed.get("method") == "autoregressive"
+    if head and not plain and not _fixes_drafts(case) and case.method.tree == AUTO:
+        with suppress(DoesNotFitError):
+            for tokens in TREES:
+                found += candidates(case, 0, 0, (0,), tree=tokens)
+    return found
 
 
 def _grid(
@@ -133,7 +148,7 @@ def _grid(
     for budget in budgets:
         lengths = _lengths(case, budget, _FEW_DRAFTS, _FEW_INNER_DRAFTS)
         found, error = _of_lengths(case, budget, lengths, draft_kv)
-        fitting += found
+        fitting += found if budget else [*found, *_trees_of_head(case)]
         refused = refused or error
     return fitting, refused
 
