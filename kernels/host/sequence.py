@@ -17,7 +17,7 @@ from triforce_kernels.host.library import library
 from triforce_kernels.host.structures import DENSE, Call, Gate, Norm, Product
 from triforce_kernels.host.weights import rounding_format, weight_struct
 from triforce_kernels.limits import FEW_ROWS
-from triforce_kernels.weights.linear import StackedWeight, Weight
+from triforce_kernels.weights.linear import Weight, matrices
 
 _F32, _SIZE = DENSE[torch.float32], 4
 # As in `source/threads.h`.
@@ -86,7 +86,7 @@ class Sequence:
         adds: whether results are added to `out`, after their product with `factor`
         """
         first = 0
-        for part in weight.parts if isinstance(weight, StackedWeight) else (weight,):
+        for part in matrices(weight):
             struct = weight_struct(part)
             self._kept.append(struct)
             call = Product(

@@ -154,6 +154,11 @@ def widens(device: torch.device, dtype: torch.dtype, rows: int = _NARROW_ROWS + 
     return device.type == "cpu" and dtype.itemsize == 2 and rows > _NARROW_ROWS
 
 
+def matrices(weight: Weight) -> tuple[Weight, ...]:
+    """Return the matrices that stand one above the other in a weight, the first one on top."""
+    return weight.parts if isinstance(weight, StackedWeight) else (weight,)
+
+
 def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return rows of a weight [out, in] by index [n]: [n, in], on the weight's device. Raises
     TypeError for a format that only layers use.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from triforce_core.model.described import Described
+from triforce_core.model.feed_forward import Described
 from triforce_core.model.layers import (
     Attention,
     Keeps,

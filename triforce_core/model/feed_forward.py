@@ -1,19 +1,41 @@
-"""Specifications of MLPs: dense ones, and mixtures of experts. Their computation is in `mlps`."""
+"""Specifications of MLPs: dense ones, and mixtures of experts. Their computation is in `mlps`.
+
+The base class of all specifications is here too.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
-from triforce_core.model.described import Described, Shapes
 from triforce_offload.errors import CheckpointError
 
+# Shapes of a layer's tensors by name, in the order in which they are used.
+Shapes = dict[str, tuple[int, ...]]
 # Tensors in which the matrices of all experts stand one above the other.
 EXPERT_PARTS = ("experts_gate_up", "experts_down")
 # All tensors of the experts, which may be elsewhere than the rest of their layer.
 EXPERT_TENSORS = frozenset(
     (*EXPERT_PARTS, "experts_gate_bias", "experts_up_bias", "experts_down_bias")
 )
+
+
+class Described:
+    """A frozen dataclass whose repr leaves out what newer versions added, while it has its default.
+
+    The repr is a part of the identity of a checkpoint, and so of contexts that older versions
+    saved. Fields are newer if their name is in `_NEWER`.
+    """
+
+    _NEWER: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name not in self._NEWER or getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 class Activation(Enum):

@@ -16,7 +16,7 @@ from triforce_kernels.dispatch import HOST, backend
 from triforce_kernels.host.layer import Operation
 from triforce_kernels.host.sequence import Rows, Sequence
 from triforce_kernels.host.weights import computes
-from triforce_kernels.weights.linear import StackedWeight, Weight
+from triforce_kernels.weights.linear import Weight, matrices
 from triforce_offload.weights.layouts import Views
 
 _OPERATIONS = {
@@ -46,8 +46,8 @@ class FusedLayer:
     def of(cls, spec: LayerSpec, norm: Norm, w: Views) -> FusedLayer:
         """w: tensors of a layer, whose addresses the computations keep"""
         small = [w[name] for name in (*_NORMS, *_BIASES) if name in w]
-        matrices = [w[name] for name in _MATRICES if name in w]
-        if any(each.dtype != torch.float32 for each in small) or not all(map(_fits, matrices)):
+        parts = [part for name in _MATRICES if name in w for part in matrices(w[name])]
+        if any(each.dtype != torch.float32 for each in small) or not all(map(_fits, parts)):
             return cls()
         before = Sequence()
         hidden = before.given(w["qkv"].shape[1])
@@ -96,8 +96,6 @@ def _fits(matrix: Weight) -> bool:
     """Return whether products with few rows are made by the processor's kernels."""
     if backend(matrix.device) != HOST:
         return False
-    if isinstance(matrix, StackedWeight):
-        return all(map(_fits, matrix.parts))
     if isinstance(matrix, torch.Tensor):
         return computes(matrix.dtype) and matrix.stride(1) == 1
     return matrix.small_batch_matmul() is not None

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from triforce_core.model.described import Described, Shapes
-from triforce_core.model.feed_forward import MLP
+from triforce_core.model.feed_forward import MLP, Described, Shapes
 from triforce_core.model.heads.joins import Join
 from triforce_offload.errors import CheckpointError
 

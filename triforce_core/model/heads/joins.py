@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from triforce_core.model.described import Shapes
+from triforce_core.model.feed_forward import Shapes
 
 
 class Join(ABC):
