@@ -1,7 +1,7 @@
 """Several calls of the processor's compiled kernels, one after the other, with float32 rows.
 
-They are described once and made again and again. Threads are woken once for all of them, instead of
-once for each: where matrices are small, waking takes longer than multiplying.
+They are described once and made again and again. Threads are called once for all of them, instead
+of once for each: where matrices are small, that takes longer than multiplying.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import torch
 
+from triforce_kernels.checks import require
 from triforce_kernels.host.layer import NormKind, Operation
 from triforce_kernels.host.library import library
 from triforce_kernels.host.structures import DENSE, Call, Gate, Norm, Product
@@ -49,7 +50,9 @@ class Rows:
 
 
 class Sequence:
-    """Calls, each with what the ones before it wrote. Holds addresses: weights must outlive it."""
+    """Calls, each with what the ones before it wrote. Holds addresses: weights must outlive it. One
+    thread runs it at a time.
+    """
 
     def __init__(self) -> None:
         self._given: list[int] = []
@@ -84,7 +87,18 @@ class Sequence:
 
         bias: [out], float32
         adds: whether results are added to `out`, after their product with `factor`
+        Raises ValueError.
         """
+        require(
+            "Sequence.product",
+            weight.shape == (out.width, x.width)
+            and (bias is None or _is_vector(bias, out.width))
+            and all(not isinstance(m, torch.Tensor) or m.stride(1) == 1 for m in matrices(weight)),
+            x=x,
+            out=out,
+            weight=weight.shape,
+            bias=bias,
+        )
         first = 0
         for part in matrices(weight):
             struct = weight_struct(part)
@@ -113,7 +127,14 @@ class Sequence:
         *,
         adds: bool = False,
     ) -> None:
-        """Norm rows. weight: [width], float32; see `host.h`"""
+        """Norm rows. weight: [width], float32; see `host.h`. Raises ValueError."""
+        require(
+            "Sequence.norm",
+            _is_vector(weight, x.width) and out.width == x.width,
+            x=x,
+            out=out,
+            weight=weight,
+        )
         call = Norm(
             weight=weight.data_ptr(),
             format=_F32,
@@ -167,5 +188,11 @@ class Sequence:
         """first: the first column of `out` that is written"""
         if len(self._structs) == _MOST_CALLS:
             raise ValueError(f"a sequence has at most {_MOST_CALLS} calls")
+        if self._calls is not None:
+            raise ValueError("a sequence that has run takes no more calls")
         self._structs.append(call)
         self._places += [(call, "x", x, 0), (call, "out", out, first * _SIZE)]
+
+
+def _is_vector(tensor: torch.Tensor, width: int) -> bool:
+    return tensor.shape == (width,) and tensor.dtype == torch.float32 and tensor.is_contiguous()

@@ -61,7 +61,7 @@ class Predicted:
         cache = stats["retrieval"]
         if cache:
             case = replace(case, curve=AcceptanceCurve(churn=cache["churn"] or 0.0))
-        evaluated = evaluate(case, plan, engine.memory_plan.requirements)
+        evaluated = evaluate(case, plan, engine.memory_plan)
         drafting = 0.0
         if cache:
             fed = 1 + (stats["draft_tokens"]["inner_mean"] or 0.0)

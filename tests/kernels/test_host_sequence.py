@@ -117,6 +117,23 @@ def test_what_a_sequence_does_not_take() -> None:
         calls.gated(gate_up, rows, Operation.SILU)
 
 
+def test_what_a_sequence_is_not_made_of() -> None:
+    calls = Sequence()
+    x, out = calls.given(HIDDEN), calls.given(WIDTH)
+    dense = numbers(WIDTH, 2 * HIDDEN, seed=1)
+    for wrong in (dense, dense[:, ::2]):
+        with pytest.raises(ValueError, match=r"Sequence\.product"):
+            calls.product(x, wrong, out)
+    with pytest.raises(ValueError, match=r"Sequence\.product"):
+        calls.product(x, dense[:, :HIDDEN], out, torch.zeros(WIDTH, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"Sequence\.norm"):
+        calls.norm(x, torch.zeros(HIDDEN + 1), x, NormKind.RMS, 0.0, EPS)
+    calls.product(x, dense[:, :HIDDEN], out)
+    calls.run(numbers(1, HIDDEN, seed=2), torch.empty(1, WIDTH))
+    with pytest.raises(ValueError, match="no more calls"):
+        calls.product(x, dense[:, :HIDDEN], out)
+
+
 def test_threads_that_call_at_once_do_not_meet() -> None:
     """Each has helpers of its own; more threads than processors, for longer than helpers stay
     awake.
@@ -163,6 +180,11 @@ for _ in range(3):
 end = time.monotonic() + 60
 while threads() > before and time.monotonic() < end:
     time.sleep(0.01)
+assert threads() == before, (threads(), before)
+# Fewer threads: the surplus ones end.
+run(2)
+assert threads() == before - 2, (threads(), before)
+run()
 assert threads() == before, (threads(), before)
 # A child has no helpers, and starts its own.
 if not (child := os.fork()):

@@ -36,7 +36,8 @@ class FusedLayer:
     before: takes hidden states, and writes what the mixer takes
     after: takes what the mixer returns, and adds its output and the MLP's to hidden states
 
-    Either is None if a kernel is missing for it.
+    Both are None unless norms and biases are float32 and there are kernels for all matrices.
+    `after` is None, too, if the MLP has experts or does not follow the mixer.
     """
 
     before: Sequence | None = None
@@ -52,7 +53,7 @@ class FusedLayer:
         before = Sequence()
         hidden = before.given(w["qkv"].shape[1])
         out = before.given(w["qkv"].shape[0])
-        rows = _normed(before, norm, hidden, w, "input_norm")
+        rows = _normed(before, norm, hidden, w, "input_norm", before.own(hidden.width))
         before.product(rows, w["qkv"], out, w.get("qkv_bias"))
         return cls(before, _after(spec, norm, w))
 
@@ -64,32 +65,33 @@ def _after(spec: LayerSpec, norm: Norm, w: Views) -> Sequence | None:
     after, width = Sequence(), spec.mlp.width
     mixed = after.given(w["o"].shape[1])
     hidden = after.given(w["o"].shape[0])
+    # Before and after norms; nothing is in it when the next one writes it.
+    room = after.own(hidden.width)
 
     def added(rows: Rows, matrix: str, bias: str, norm_after: str) -> None:
         """Add the product of rows to the hidden states."""
         if norm_after in w:
-            out = after.own(hidden.width)
-            after.product(rows, w[matrix], out, w.get(bias))
-            after.norm(out, w[norm_after], hidden, *norm.on_host, norm.eps, adds=True)
+            after.product(rows, w[matrix], room, w.get(bias))
+            after.norm(room, w[norm_after], hidden, *norm.on_host, norm.eps, adds=True)
         else:
             factor = spec.residual_scale
             after.product(rows, w[matrix], hidden, w.get(bias), adds=True, factor=factor)
 
     added(mixed, "o", "o_bias", "mixer_norm")
     gate_up, gated = after.own(2 * width), after.own(width)
-    after.product(_normed(after, norm, hidden, w, "post_norm"), w["gate_up"], gate_up)
+    normed = _normed(after, norm, hidden, w, "post_norm", room)
+    after.product(normed, w["gate_up"], gate_up)
     after.gated(gate_up, gated, _OPERATIONS[spec.mlp.activation])
     added(gated, "down", "", "mlp_norm")
     return after
 
 
-def _normed(calls: Sequence, norm: Norm, hidden: Rows, w: Views, name: str) -> Rows:
-    """Norm hidden states, if the layer has this norm."""
+def _normed(calls: Sequence, norm: Norm, hidden: Rows, w: Views, name: str, room: Rows) -> Rows:
+    """Return hidden states, normed into `room` if the layer has this norm."""
     if name not in w:
         return hidden
-    out = calls.own(hidden.width)
-    calls.norm(hidden, w[name], out, *norm.on_host, norm.eps)
-    return out
+    calls.norm(hidden, w[name], room, *norm.on_host, norm.eps)
+    return room
 
 
 def _fits(matrix: Weight) -> bool:

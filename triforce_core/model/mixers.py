@@ -159,7 +159,6 @@ class ShortConvMixer:
     def __init__(self, spec: ShortConv, norm: Norm, place: int) -> None:
         """place: index among the recurrent layers"""
         self._spec = spec
-        self._norm = norm
         self._place = place
 
     def __call__(

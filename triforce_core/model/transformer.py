@@ -244,7 +244,7 @@ class Model:
         """
         mixes = hidden if mixes is None else mixes
         mixer = self._mixers[index]
-        # No temporary has a name here, so each is freed as soon as the next one is computed.
+        # No temporary has a name here, which would keep it longer than it is needed.
         self._add(index, w, hidden, mixer(w, self._projected(index, w, mixes), cache, batch))
         if self.config.layers[index].output_scale:
             hidden *= w["output_scale"]

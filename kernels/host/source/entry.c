@@ -115,8 +115,8 @@ static void whole_part(const void *job, int64_t first, int64_t end) {
         kernels->attend_whole(w->attention, i / parts, i % parts * MOST_QUERIES, w->out, w->lse);
 }
 
-/* Attends and merges, with the bits of `triforce_attend` and `triforce_merge`, and without a state:
-   threads share the rows instead of the keys. */
+/* Attends and merges, with the bits of `triforce_attend` but without a state: threads share the rows
+   instead of the keys. */
 EXPORT void triforce_attend_whole(const Attention *a, float *out, float *lse, int threads) {
     Whole whole = {a, out, lse};
     divide(whole_part, &whole, a->heads * ((a->rows + MOST_QUERIES - 1) / MOST_QUERIES), 1, threads);

@@ -2,7 +2,8 @@
 
    A helper without work asks for more during AWAKE nanoseconds, and lets other threads run meanwhile:
    the calls of a forward follow one another sooner than a sleeping thread could be woken. Then it
-   sleeps. The caller never waits for a helper that comes too late to help. */
+   sleeps. The caller waits for helpers that have begun, and for no others. */
+#define _POSIX_C_SOURCE 200809L
 #include "pool.h"
 
 #include <pthread.h>
@@ -20,18 +21,20 @@ enum { MOST_HELPERS = 255, AWAKE = 200000, ROUNDS = 64 };
 /* function, data, wanted: what to help with, and how many helpers are to; not written unless CLOSED
    call: the number of calls so far
    inside: how many helpers look at these, and CLOSED
-   asleep: how many helpers sleep or are about to; changes under the lock */
+   asleep: how many helpers sleep or are about to; changes under the lock
+   ends: whether the caller's thread has ended
+   most: how many helpers there can be, as the system allows */
 typedef struct {
     Function function;
     void *data;
     int wanted;
     _Alignas(64) _Atomic uint64_t call;
-    _Alignas(64) _Atomic int inside;
-    _Atomic int asleep;
     _Atomic int ends;
+    _Alignas(64) _Atomic int inside;
+    _Alignas(64) _Atomic int asleep;
     pthread_mutex_t lock;
     pthread_cond_t wake;
-    int helpers;
+    int helpers, most;
     pthread_t threads[MOST_HELPERS];
 } Pool;
 
@@ -48,14 +51,6 @@ static int64_t now(void) {
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
     return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
-}
-
-static void pause_briefly(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
 }
 
 /* Returns after a call that is not `seen`, or when the pool ends. */
@@ -82,13 +77,14 @@ static void *help(void *data) {
         if (atomic_load(&pool->ends)) return NULL;
         seen = atomic_load(&pool->call);
         if (!(atomic_fetch_add(&pool->inside, 1) & CLOSED) && helper.index < pool->wanted)
-            pool->function(pool->data);
+            pool->function(pool->data, helper.index + 1);
         atomic_fetch_sub(&pool->inside, 1);
     }
 }
 
 static void end_pool(void *data) {
     Pool *pool = data;
+    own = NULL;
     pthread_mutex_lock(&pool->lock);
     atomic_store(&pool->ends, 1);
     pthread_cond_broadcast(&pool->wake);
@@ -113,23 +109,28 @@ static void prepare(void) {
 /* Returns this thread's helpers, as many as are wanted if threads can be had; NULL without memory. */
 static Pool *pool_of(int wanted) {
     pthread_once(&once, prepare);
+    if (own && own->helpers > wanted) {
+        /* They would wake for each call, and have nothing to do. */
+        pthread_setspecific(key, NULL);
+        end_pool(own);
+    }
     if (!own) {
         Pool *pool = aligned_alloc(_Alignof(Pool), sizeof(Pool));
         if (!pool) return NULL;
-        *pool = (Pool){.inside = CLOSED};
+        *pool = (Pool){.inside = CLOSED, .most = MOST_HELPERS};
         pthread_mutex_init(&pool->lock, NULL);
         pthread_cond_init(&pool->wake, NULL);
         pthread_setspecific(key, own = pool);
     }
-    while (own->helpers < wanted && own->helpers < MOST_HELPERS) {
+    while (own->helpers < wanted && own->helpers < own->most) {
         Helper *helper = malloc(sizeof *helper);
-        if (!helper) break;
-        *helper = (Helper){own, own->helpers};
-        if (pthread_create(own->threads + own->helpers, NULL, help, helper)) {
-            free(helper);
-            break;
+        if (helper) *helper = (Helper){own, own->helpers};
+        if (helper && !pthread_create(own->threads + own->helpers, NULL, help, helper)) {
+            own->helpers++;
+            continue;
         }
-        own->helpers++;
+        free(helper);
+        own->most = own->helpers;
     }
     return own;
 }
@@ -137,7 +138,7 @@ static Pool *pool_of(int wanted) {
 void with_help(Function function, void *data, int helpers) {
     Pool *pool = helpers > 0 ? pool_of(helpers) : NULL;
     if (!pool) {
-        function(data);
+        function(data, 0);
         return;
     }
     pool->function = function, pool->data = data, pool->wanted = helpers;
@@ -148,7 +149,7 @@ void with_help(Function function, void *data, int helpers) {
         pthread_cond_broadcast(&pool->wake);
         pthread_mutex_unlock(&pool->lock);
     }
-    function(data);
+    function(data, 0);
     atomic_fetch_or(&pool->inside, CLOSED);
     for (int i = 1; atomic_load(&pool->inside) != CLOSED; i++)
         if (i % ROUNDS) pause_briefly();

@@ -1,9 +1,19 @@
 /* Threads that help the one that calls. */
 #pragma once
 
-typedef void (*Function)(void *data);
+/* caller: 0 for the thread that called, else the number of the helper */
+typedef void (*Function)(void *data, int caller);
 
-/* Runs a function in this thread and, as they come, in up to `helpers` others. Returns when no thread
-   is in it any more. It must be one that any number of threads may run together, and must have done
-   everything when it returns in one of them, but for what others are in the middle of. */
+/* Runs a function in this thread and, as soon as they come, in up to `helpers` others, and returns
+   when none of them is in it any more. All share its work: what is left when one returns is only
+   what others are in the middle of. A helper may run it twice. */
 void with_help(Function function, void *data, int helpers);
+
+/* Tells the processor that this thread asks for something again and again. */
+static inline void pause_briefly(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}

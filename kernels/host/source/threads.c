@@ -1,4 +1,5 @@
 /* Divides tasks among threads. */
+#define _POSIX_C_SOURCE 200809L
 #include "threads.h"
 
 #include "pool.h"
@@ -10,24 +11,28 @@
 /* The first item of a task that no thread has begun, and how many items are done. */
 typedef struct {
     _Alignas(64) _Atomic int64_t next;
-    _Atomic int64_t done;
+    _Alignas(64) _Atomic int64_t done;
 } Progress;
 
+/* useful: how many threads have something to do, in the task with the most parts */
 typedef struct {
     const Task *tasks;
     Progress *progress;
     int count;
+    int64_t useful;
 } Shared;
 
 /* Waits until all items are done. A thread that waits for long lets others run: there may be fewer
    processors than threads. */
 static void wait_for(_Atomic int64_t *done, int64_t count) {
     for (int asked = 0; atomic_load_explicit(done, memory_order_acquire) < count; asked++)
-        if (asked > 1 << 12) sched_yield();
+        if (asked < 1 << 8) pause_briefly();
+        else sched_yield();
 }
 
-static void work_on(void *data) {
+static void work_on(void *data, int caller) {
     const Shared *shared = data;
+    if (caller >= shared->useful) return;
     for (int i = 0; i < shared->count; i++) {
         const Task *task = shared->tasks + i;
         Progress *progress = shared->progress + i;
@@ -43,13 +48,13 @@ static void work_on(void *data) {
 
 void divide_all(const Task *tasks, int count, int threads) {
     Progress progress[MOST_TASKS];
-    int divided = 0;
+    Shared shared = {tasks, progress, count, 1};
     for (int i = 0; i < count; i++) {
+        int64_t parts = (tasks[i].count + tasks[i].step - 1) / tasks[i].step;
+        if (parts > shared.useful) shared.useful = parts;
         progress[i].next = progress[i].done = 0;
-        divided |= tasks[i].count > tasks[i].step;
     }
-    Shared shared = {tasks, progress, count};
-    with_help(work_on, &shared, divided ? threads - 1 : 0);
+    with_help(work_on, &shared, shared.useful > 1 ? threads - 1 : 0);
 }
 
 void divide(Part part, const void *job, int64_t count, int64_t step, int threads) {

@@ -17,7 +17,7 @@ typedef struct {
 /* Computes the items of one task. */
 void divide(Part part, const void *job, int64_t count, int64_t step, int threads);
 
-/* Computes `count` tasks, at most MOST_TASKS, one after the other. Threads are woken once, and then
+/* Computes `count` tasks, at most MOST_TASKS, one after the other. Helpers are called once, and threads
    wait for one another by asking again and again. */
 enum { MOST_TASKS = 16 };
 void divide_all(const Task *tasks, int count, int threads);
@@ -26,7 +26,7 @@ Task product_task(const Product *p, int threads);
 Task norm_task(const Norm *p);
 Task gated_task(const Gate *p);
 
-/* How many rows of this width are worth waking a thread for. */
+/* How many rows of this width are worth a part of their own. */
 int64_t rows_at_once(int64_t columns);
 
 /* How many outputs of a product are a part. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 
@@ -15,6 +16,8 @@ from triforce_core.plan.simulation.acceptance_curve import (
     AcceptanceCurve,
     expected_tokens,
     expected_tree,
+    first_child_acceptance,
+    sibling_acceptance,
 )
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import TREES, choose
@@ -100,3 +103,37 @@ def test_trees_yield_what_independent_coins_do(nodes: int, deepest: int) -> None
     mean = sum(tokens(tree) for _ in range(count)) / count
     # Four standard deviations of a mean of numbers from 1 to 5.
     assert mean == pytest.approx(expected_tree(HEAD_ACCEPTANCE, nodes, deepest), abs=0.05)
+
+
+def test_a_younger_child_is_never_likelier_than_the_first() -> None:
+    for acceptance in (0.01, 0.1, 0.34, 0.5, 0.7, 0.95):
+        assert sibling_acceptance(acceptance) < acceptance
+    assert expected_tree(0.1, 5, 1) < 1.2
+    # What the head of `scripts/bench eagle3_head` made: 1.88.
+    assert expected_tree(0.34, 24, 3) == pytest.approx(1.88, rel=0.1)
+
+
+def test_acceptance_that_a_run_with_trees_measured_is_that_of_any_child(tmp_path) -> None:
+    for first in (0.2, 0.5, 0.8):
+        held = 1 - (1 - first) * (1 - sibling_acceptance(first)) ** 4
+        assert first_child_acceptance(held) == pytest.approx(first, abs=1e-6)
+    stats = {
+        "passes": 10,
+        "acceptance": {"target": 0.9, "retrieval": None},
+        "retrieval": None,
+        "placement": {},
+    }
+    found = {}
+    for trees in (0, 10):
+        path = tmp_path / f"{trees}.json"
+        path.write_text(json.dumps(stats | {"draft_tokens": {"trees": trees}}))
+        found[trees] = AcceptanceCurve.measured(path).inner
+    assert found[0] == pytest.approx(0.9)
+    assert found[10] == pytest.approx(first_child_acceptance(0.9))
+    assert 0.3 < found[10] < 0.7
+
+
+def test_a_length_that_has_no_effect_keeps_trees() -> None:
+    fixed = {"inner_draft_tokens": 3, "method": "speculative"}
+    found = choose(replace(case(inner_draft_tokens=3), fixed=fixed))
+    assert found.plan.method.draft_tokens == AUTO

@@ -41,12 +41,13 @@ ROUNDED_ACCEPTANCE = 0.995
 # Factor for such a cache in addition to int4 copies or high bits, which lose mostly the same
 # tokens: .9805 and .9771, where the weights alone give .9815 and .9777 (bench_readings).
 _ROUNDED_TOO = 0.999
-# Probability that the target accepts a younger child of a token of the retrieval level, once it has
-# rejected the first one. Assumed: a count by hand gave 8 of 14 (SmolLM2-135M, temperature .6, top-p
-# .9), which is too few to be a measurement.
+# Probability that the target accepts a younger child of a token, once it has rejected the elder
+# ones, where first children are accepted with HEAD_ACCEPTANCE or more. Assumed: a count by hand, of
+# the retrieval level's tokens, gave 8 of 14 (SmolLM2-135M, temperature .6, top-p .9), which is too
+# few to be a measurement. Trees of 64 tokens by a head then yield 4.8 and 5.2 tokens a pass with
+# paths of 5 and 8 tokens; EAGLE-3 yields 4.68 and 5.39 for Llama-3.1-8B (SGLang's pull request
+# 4247).
 SIBLING_ACCEPTANCE = 0.5
-# With HEAD_ACCEPTANCE, trees of 63 tokens by a head then yield 4.8 and 5.2 tokens a pass with paths
-# of 5 and 8 tokens. EAGLE-3 yields 4.68 and 5.39 for Llama-3.1-8B (SGLang's pull request 4247).
 # Younger children that a token may get.
 _SIBLINGS = 4
 # Exponent of the budget by which the rejected share falls: see `AcceptanceCurve`.
@@ -143,7 +144,10 @@ class AcceptanceCurve:
                 if cache["churn"] is not None:
                     curve = replace(curve, churn=float(cache["churn"]))
             elif acceptance["target"] is not None:
-                curve = replace(curve, inner=min(float(acceptance["target"]), 0.999))
+                held = min(float(acceptance["target"]), 0.999)
+                if 2 * int(stats["draft_tokens"].get("trees", 0)) > int(stats["passes"]):
+                    held = first_child_acceptance(held)
+                curve = replace(curve, inner=held)
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise UsageError(f"{path} does not hold the stats of a run: {error}") from error
         return curve
@@ -161,15 +165,37 @@ def expected_tokens(acceptance: float, drafted: float) -> float:
     return (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
 
 
+def sibling_acceptance(acceptance: float) -> float:
+    """Return the probability that a younger child is accepted, once the elder ones are rejected.
+
+    acceptance: that of first children. Below `HEAD_ACCEPTANCE`, younger ones are worth less too.
+        Assumed to fall with its square: a head of .34 made 1.9 tokens a pass with trees of 24
+        (`scripts/bench eagle3_head`), which this takes to be 2.0.
+    """
+    return SIBLING_ACCEPTANCE * min(1.0, acceptance / HEAD_ACCEPTANCE) ** 2
+
+
+def first_child_acceptance(held: float) -> float:
+    """Return the acceptance of first children of trees of which a token had a child that was
+    accepted in a share `held` of cases.
+    """
+    least, most = 0.0, held
+    for _ in range(40):
+        middle = (least + most) / 2
+        missed = (1 - middle) * (1 - sibling_acceptance(middle)) ** _SIBLINGS
+        least, most = (middle, most) if 1 - missed < held else (least, middle)
+    return most
+
+
 def expected_tree(acceptance: float, nodes: int, deepest: int) -> float:
     """Return the expected tokens of a round whose draft is a tree of at most `nodes` tokens and
     `deepest` tokens on a path.
 
     The tree has the tokens of the greatest probability of being reached and accepted, as
     `trees/retrieval_tree` grows it (Sequoia, Chen et al., 2024). A first child is accepted with
-    probability `acceptance`, a younger one with `SIBLING_ACCEPTANCE`.
+    probability `acceptance`, a younger one with `sibling_acceptance`.
     """
-    tokens = 1.0
+    tokens, sibling = 1.0, sibling_acceptance(acceptance)
     # Value, number of elder siblings, depth, and probability of reaching the token's place.
     waiting = [(-acceptance, 0, 1, 1.0)]
     for _ in range(nodes):
@@ -181,5 +207,5 @@ def expected_tree(acceptance: float, nodes: int, deepest: int) -> float:
             heappush(waiting, (value * acceptance, 0, depth + 1, -value))
         left = reached + value
         if elder < _SIBLINGS:
-            heappush(waiting, (-left * SIBLING_ACCEPTANCE, elder + 1, depth, left))
+            heappush(waiting, (-left * sibling, elder + 1, depth, left))
     return tokens

@@ -136,6 +136,8 @@ def candidates(
 def _by_processor(case: Case, fitted: Resolved, draft_tokens: int) -> list[MemoryPlan]:
     """Return a plan with each number of layers, and share of KV, that the processor might
     compute.
+
+    draft_tokens: of a chain or of a tree; 0 for as many as there is room for
     """
     memory = fitted.memory
     if "processor_layers" in case.fixed:

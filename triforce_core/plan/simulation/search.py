@@ -132,7 +132,7 @@ def _trees_of_head(case: Case) -> list[Candidate]:
     """Return plans in which a head drafts trees for the target, if one does."""
     head, found = case.drafter and case.drafter.layers[0].joins, []
     plain = case.fixed.get("method") == "autoregressive"
-    if head and not plain and not _fixes_drafts(case) and case.method.tree == AUTO:
+    if head and not plain and "draft_tokens" not in case.fixed and case.method.tree == AUTO:
         with suppress(DoesNotFitError):
             for tokens in TREES:
                 found += candidates(case, 0, 0, (0,), tree=tokens)
