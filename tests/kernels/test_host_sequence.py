@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -197,3 +198,27 @@ run()
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_threads_share_nothing_without_order(tmp_path) -> None:
+    """ThreadSanitizer reads every access of callers and helpers."""
+    here = Path(__file__).parent
+    source, program = here.parents[1] / "kernels/host/source", tmp_path / "pool"
+    built = subprocess.run(
+        [
+            *("cc", "-std=c11", "-O1", "-g", "-pthread", "-fsanitize=thread", f"-I{source}"),
+            *(str(here / "pool_check.c"), str(source / "pool.c"), str(source / "threads.c")),
+            *("-o", str(program)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if built.returncode:
+        assert "error:" not in built.stderr, built.stderr
+        pytest.skip("needs a C compiler with ThreadSanitizer")
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
+    if "unexpected memory mapping" in ran.stderr:
+        pytest.skip("ThreadSanitizer does not run on this kernel")
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -151,7 +151,7 @@ void with_help(Function function, void *data, int helpers) {
     }
     function(data, 0);
     atomic_fetch_or(&pool->inside, CLOSED);
-    for (int i = 1; atomic_load(&pool->inside) != CLOSED; i++)
+    for (unsigned i = 1; atomic_load(&pool->inside) != CLOSED; i++)
         if (i % ROUNDS) pause_briefly();
         else sched_yield();
 }

@@ -25,7 +25,7 @@ typedef struct {
 /* Waits until all items are done. A thread that waits for long lets others run: there may be fewer
    processors than threads. */
 static void wait_for(_Atomic int64_t *done, int64_t count) {
-    for (int asked = 0; atomic_load_explicit(done, memory_order_acquire) < count; asked++)
+    for (unsigned asked = 0; atomic_load_explicit(done, memory_order_acquire) < count; asked++)
         if (asked < 1 << 8) pause_briefly();
         else sched_yield();
 }
