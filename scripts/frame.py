@@ -114,7 +114,9 @@ def merge(record: Figures, part: Figures) -> None:
 
 
 def command() -> str:
-    return shlex.join(["python", *sys.argv[0].split(), *sys.argv[1:]])
+    """Return this command. Of absolute paths it has the names: records are published."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return shlex.join(["python", *sys.argv[0].split(), *words])
 
 
 def result_path(name: str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import frame
-from frame import Benchmark, Option, faults_of, merge, print_record
+from frame import Benchmark, Option, command, faults_of, merge, print_record
 
 
 @pytest.fixture
@@ -35,6 +35,12 @@ ROWS = (
     {"rows": {"one": {"took": {"seconds": 1.234}, "n": 4, "m": "x", "runs": [7]}}},
     {"rows": {"two": {"took": {"seconds": 2.0}, "n": 5}}},
 )
+
+
+def test_a_recorded_command_names_files_without_their_folders(monkeypatch) -> None:
+    arguments = ["scripts/bench some", "--model", "/home/someone/model.gguf", "--result", "here/r"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert command() == "python scripts/bench some --model model.gguf --result here/r"
 
 
 def test_parts_become_one_record_with_its_origin(results: Path, capsys) -> None:

@@ -61,6 +61,7 @@ def test_drafts_of_a_given_length_are_chains() -> None:
 
 @pytest.mark.parametrize(("deepest", "published"), [(5, 4.68), (8, 5.39)])
 def test_trees_yield_about_what_is_published(deepest: int, published: float) -> None:
+    """By an EAGLE-3 head, in trees whose size is not stated: 64 tokens are assumed."""
     assert expected_tree(HEAD_ACCEPTANCE, 64, deepest) == pytest.approx(published, rel=0.05)
 
 

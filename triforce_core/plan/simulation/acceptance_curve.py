@@ -45,8 +45,8 @@ _ROUNDED_TOO = 0.999
 # ones, where first children are accepted with HEAD_ACCEPTANCE or more. Assumed: a count by hand, of
 # the retrieval level's tokens, gave 8 of 14 (SmolLM2-135M, temperature .6, top-p .9), which is too
 # few to be a measurement. Trees of 64 tokens by a head then yield 4.8 and 5.2 tokens a pass with
-# paths of 5 and 8 tokens; EAGLE-3 yields 4.68 and 5.39 for Llama-3.1-8B (SGLang's pull request
-# 4247).
+# paths of 5 and 8 tokens; EAGLE-3 yields 4.68 and 5.39 with such paths for Llama-3.1-8B, in trees
+# whose size is not stated (SGLang's pull request 4247).
 SIBLING_ACCEPTANCE = 0.5
 # Younger children that a token may get.
 _SIBLINGS = 4
