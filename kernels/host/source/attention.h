@@ -17,6 +17,8 @@
 
 /* Keys of a tile are at most this many numbers, and at least 16 keys, the largest scored chunk. */
 enum { TILE_NUMBERS = 1 << 13, TILE_KEYS = 64, LEAST_KEYS = 16, MOST_HEAD_DIM = 1024 };
+/* Vectors of a value that are added at a time. */
+enum { MOST_VECTORS = 4 };
 /* A row of a tile's scores; OUTPUTS keys are scored at a time, wherever the first one stands. */
 enum { SCORES = TILE_KEYS + 16 };
 
@@ -56,31 +58,10 @@ INLINE void scores_of(const float *query, int64_t rows, const float *keys, int64
         for (int o = 0; o < OUTPUTS; o++) four[o] = keys + (t + o < count ? t + o : t) * step;
         for (int64_t r = 0; r < rows; r += TOGETHER) {
             Sums sums[TOGETHER];
-            for (int i = 0; i < TOGETHER; i++)
-                for (int o = 0; o < OUTPUTS; o++) sums[i][o] = all(0);
-            add_columns(TOGETHER, OUTPUTS, query + r * width, width, four, width, sums, 0);
+            add_columns(TOGETHER, OUTPUTS, query + r * width, width, four, width, sums, 0, 1);
             for (int i = 0; i < TOGETHER; i++) four_sums(sums[i], out[r + i] + place + t);
         }
     }
-}
-
-/* acc [TOGETHER, width] = acc * shrink + weights [TOGETHER, SCORES], from column `place`, times
-   values, for `vectors` vectors of a row. */
-INLINE void add_values(int vectors, float *acc, int64_t width, const float *shrink,
-                       float (*weights)[SCORES], const float *values, int64_t step, int64_t place,
-                       int64_t count) {
-    vf sums[TOGETHER][2];
-    for (int r = 0; r < TOGETHER; r++)
-        for (int i = 0; i < vectors; i++)
-            sums[r][i] = load(acc + r * width + i * W) * all(shrink[r]);
-    for (int64_t t = 0; t < count; t++)
-        for (int i = 0; i < vectors; i++) {
-            vf value = load(values + t * step + i * W);
-            for (int r = 0; r < TOGETHER; r++)
-                sums[r][i] = fma_of(all(weights[r][place + t]), value, sums[r][i]);
-        }
-    for (int r = 0; r < TOGETHER; r++)
-        for (int i = 0; i < vectors; i++) store(acc + r * width + i * W, sums[r][i]);
 }
 
 /* How many of the drafted keys a row sees, its own not counted. */
@@ -113,12 +94,10 @@ INLINE float weigh(float *scores, int64_t count, float *peak, float *total) {
         highest = most(highest, some);
         undefined |= (vi)(some != some);
     }
-    float greatest = *peak;
-    for (int i = 0; i < W; i++) {
-        if (highest[i] > greatest) greatest = highest[i];
-        /* NaN in a score reaches everything that the row gives. */
-        if (undefined[i]) greatest = NAN;
-    }
+    float greatest = greatest_of(highest);
+    if (greatest < *peak) greatest = *peak;
+    /* NaN in a score reaches everything that the row gives. */
+    if (any(undefined)) greatest = NAN;
     if (greatest == -INFINITY) {
         for (int64_t t = 0; t < count; t += W) store(scores + t, all(0));
         return 1;
@@ -184,6 +163,26 @@ INLINE void weigh_rows(const Queries *q, const Keys *k, float (*scores)[SCORES],
     }
 }
 
+/* acc = acc * shrink + weights times values, of TOGETHER rows from row `row`, for `vectors` vectors of
+   each from column `column`. */
+INLINE void add_values(int vectors, const Queries *q, const Keys *k, int64_t row, int64_t column,
+                       const float *shrink, float (*weights)[SCORES]) {
+    float *acc = q->acc + row * q->width + column;
+    const float *values = k->values + column;
+    vf sums[TOGETHER][MOST_VECTORS];
+    for (int r = 0; r < TOGETHER; r++)
+        for (int i = 0; i < vectors; i++)
+            sums[r][i] = load(acc + r * q->width + i * W) * all(shrink[row + r]);
+    for (int64_t t = 0; t < k->count; t++)
+        for (int i = 0; i < vectors; i++) {
+            vf value = load(values + t * k->value_step + i * W);
+            for (int r = 0; r < TOGETHER; r++)
+                sums[r][i] = fma_of(all(weights[row + r][k->place + t]), value, sums[r][i]);
+        }
+    for (int r = 0; r < TOGETHER; r++)
+        for (int i = 0; i < vectors; i++) store(acc + r * q->width + i * W, sums[r][i]);
+}
+
 /* Adds keys and values to the state of rows. */
 static void attend_keys(const Queries *q, const Keys *k) {
     float scores[MOST_QUERIES][SCORES], shrink[MOST_QUERIES];
@@ -196,12 +195,9 @@ static void attend_keys(const Queries *q, const Keys *k) {
     }
     for (int64_t r = 0; r < all_rows; r += TOGETHER) {
         int64_t i = 0;
-        for (; i + 2 * W <= width; i += 2 * W)
-            add_values(2, q->acc + r * width + i, width, shrink + r, scores + r, k->values + i,
-                       k->value_step, k->place, k->count);
-        if (i < width)
-            add_values(1, q->acc + r * width + i, width, shrink + r, scores + r, k->values + i,
-                       k->value_step, k->place, k->count);
+        for (; i + MOST_VECTORS * W <= width; i += MOST_VECTORS * W)
+            add_values(MOST_VECTORS, q, k, r, i, shrink, scores);
+        for (; i < width; i += W) add_values(1, q, k, r, i, shrink, scores);
     }
 }
 

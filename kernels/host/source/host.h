@@ -14,7 +14,7 @@
 /* Most rows of one call of a product (`limits.FEW_ROWS`). */
 #define MOST_ROWS 64
 /* Rows that share a tile of an attention. */
-#define MOST_QUERIES 16
+#define MOST_QUERIES 32
 
 enum format {
     F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K,

@@ -50,12 +50,14 @@ static void decode(const Weight *w, int64_t row, int64_t first, int64_t count, f
 
 typedef vf Sums[DECODED];
 
-/* Adds `count` columns, a multiple of W, to the sums of `rows` rows and `outputs` outputs. */
+/* Adds `count` columns, a multiple of W, to the sums of `rows` rows and `outputs` outputs, which are
+   0 so far if they are `fresh`. */
 INLINE void add_columns(int rows, int outputs, const float *x, int64_t x_stride,
-                        const float *const *weights, int64_t count, Sums *sums, int first) {
+                        const float *const *weights, int64_t count, Sums *sums, int first,
+                        int fresh) {
     vf acc[TOGETHER][DECODED];
     for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) acc[r][o] = sums[r][first + o];
+        for (int o = 0; o < outputs; o++) acc[r][o] = fresh ? all(0) : sums[r][first + o];
     for (int64_t i = 0; i < count; i += W) {
         vf w[DECODED];
         for (int o = 0; o < outputs; o++) w[o] = load(weights[o] + i);
@@ -74,6 +76,21 @@ INLINE void ask_for(const uint8_t *at, int64_t nbytes) {
     for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
+/* Stores up to OUTPUTS results of a row from output `first`. `rest` are the sums of columns that do
+   not fill a vector. */
+INLINE void finish(const Product *p, int64_t row, int64_t first, int count, const vf *sums,
+                   const float *rest) {
+    /* Four numbers are read as they were written: a longer read waits for all writes to end. */
+    float total[OUTPUTS], *out = p->out + row * p->out_stride + first;
+    four_sums(sums, total);
+    for (int o = 0; o < OUTPUTS && o < count; o++) {
+        float result = total[o] + rest[o];
+        if (p->bias) result += p->bias[first + o];
+        if (p->factor != 1) result *= p->factor;
+        out[o] = p->adds ? out[o] + result : result;
+    }
+}
+
 static void product(const Product *p, int64_t first, int64_t end) {
     const Weight *w = p->weight;
     _Alignas(64) float buffer[DECODED][SEGMENT];
@@ -81,8 +98,8 @@ static void product(const Product *p, int64_t first, int64_t end) {
     float rest[MOST_ROWS][DECODED];
     for (int64_t output = first; output < end; output += DECODED) {
         int outputs = end - output < DECODED ? (int)(end - output) : DECODED;
-        memset(sums, 0, p->rows * sizeof *sums);
         memset(rest, 0, p->rows * sizeof *rest);
+        if (!w->columns) memset(sums, 0, p->rows * sizeof *sums);
         for (int64_t column = 0; column < w->columns; column += SEGMENT) {
             int64_t left = w->columns - column, count = left < SEGMENT ? left : SEGMENT;
             int64_t whole = count / W * W, row = 0;
@@ -109,25 +126,17 @@ static void product(const Product *p, int64_t first, int64_t end) {
             for (; row + TOGETHER <= p->rows; row += TOGETHER)
                 for (int o = 0; o < DECODED; o += OUTPUTS)
                     add_columns(TOGETHER, OUTPUTS, x + row * p->x_stride, p->x_stride, weights + o,
-                                whole, sums + row, o);
+                                whole, sums + row, o, !column);
             for (; row < p->rows; row++)
                 add_columns(1, DECODED, x + row * p->x_stride, p->x_stride, weights, whole,
-                            sums + row, 0);
+                            sums + row, 0, !column);
             for (int64_t i = whole; i < count; i++)
                 for (row = 0; row < p->rows; row++)
                     for (int o = 0; o < outputs; o++)
                         rest[row][o] += x[row * p->x_stride + i] * weights[o][i];
         }
-        for (int64_t row = 0; row < p->rows; row++) {
-            float total[DECODED];
-            for (int o = 0; o < DECODED; o += OUTPUTS) four_sums(sums[row] + o, total + o);
-            for (int o = 0; o < outputs; o++) {
-                float *out = p->out + row * p->out_stride + output + o;
-                float result = total[o] + rest[row][o];
-                if (p->bias) result += p->bias[output + o];
-                if (p->factor != 1) result *= p->factor;
-                *out = p->adds ? *out + result : result;
-            }
-        }
+        for (int64_t row = 0; row < p->rows; row++)
+            for (int o = 0; o < outputs; o += OUTPUTS)
+                finish(p, row, output + o, outputs - o, sums[row] + o, rest[row] + o);
     }
 }

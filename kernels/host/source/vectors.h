@@ -161,6 +161,25 @@ INLINE float sum_of(vf v) {
 #endif
 }
 
+/* The greatest number of a vector without NaN, and whether any integer of a vector is not 0. */
+#if defined(AVX512)
+INLINE float greatest_of(vf v) { return _mm512_reduce_max_ps((__m512)v); }
+INLINE int any(vi v) { return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0; }
+#elif defined(AVX2)
+INLINE float greatest_of(vf v) {
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+INLINE int any(vi v) { return !_mm256_testz_si256((__m256i)v, (__m256i)v); }
+#else
+INLINE float greatest_of(vf v) {
+    float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
+}
+INLINE int any(vi v) { return (v[0] | v[1] | v[2] | v[3]) != 0; }
+#endif
+
 /* The sums of four vectors, each in the same order as the others. */
 INLINE void four_sums(const vf *v, float *out) {
 #if defined(AVX512)
