@@ -1,4 +1,4 @@
-"""The demo: SmolLM2-135M answers a question about 6,000 tokens of text, its KV cache streamed.
+"""The demo: SmolLM2-135M answers a question about 4,250 tokens of text, its KV cache streamed.
 
 The text is the Python manual. The model begins its answer by plain decoding, one pass for each
 token, and then gives the whole answer with drafts, where a pass verifies many tokens. Both runs
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from triforce_core import Completion, Engine
 
 QUESTION = "How do I define a class in Python? Show an example."
-# About 6,000 tokens.
-MANUAL_CHARACTERS = 24_500
-NEW_TOKENS = 93
+# About 4,250 tokens.
+MANUAL_CHARACTERS = 17_000
+NEW_TOKENS = 78
 # Plain decoding writes the beginning of the answer, so that the demo takes less than a minute.
 PLAIN_TOKENS = 45
-CONTEXT_TOKENS = 6_160
+CONTEXT_TOKENS = 4_400
 # Slow enough that a pass takes as long as several steps of drafting, as with a large model on a
 # desktop. Weights are more bytes.
-LINK, LINK_FOR_WEIGHTS = "0.6GB/s", "4GB/s"
+LINK, LINK_FOR_WEIGHTS = "0.3GB/s", "4GB/s"
 NEXT = """
 Try next:
   bash scripts/demo.sh --chat                             talk to this model
@@ -150,7 +150,7 @@ def device_options(*, stream_weights: bool) -> dict[str, Any]:
     )
     # With compiled kernels the weights stay in 4 bits, and without them they are float32, as they
     # are to stream.
-    memory = "400MiB" if stream_weights else "250MiB" if library() else "700MiB"
+    memory = "400MiB" if stream_weights else "245MiB" if library() else "700MiB"
     device = {"device": "cpu", "link_bandwidth": link, "device_memory": memory}
     if stream_weights:
         device["weights"] = "dense"

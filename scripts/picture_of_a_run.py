@@ -26,7 +26,7 @@ from bench.material import model_file
 
 # All weights, in the 4 bits of their file, and about a third of the KV cache fit in this memory.
 DEVICE = (
-    *("--device", "cpu", "--device-memory", "380MiB", "--link-bandwidth", "2GB/s"),
+    *("--device", "cpu", "--device-memory", "330MiB", "--link-bandwidth", "0.5GB/s"),
     *("--budget", "1024"),
 )
 COLUMNS = 104
@@ -43,7 +43,7 @@ def main() -> int:
     command = [
         *("triforce", "generate", model.name, "--prompt-file", "manual.txt", "--chat"),
         *DEVICE,
-        *("--color-levels", "--max-new-tokens", "93", "--temperature", "0", *options),
+        *("--color-levels", "--max-new-tokens", "78", "--temperature", "0", *options),
     ]
     with tempfile.TemporaryDirectory() as folder:
         # Put both files in one folder, so that the command shows no path of this machine.

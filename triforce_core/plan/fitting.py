@@ -160,11 +160,13 @@ def _with_cache(sizes: ModelSizes, budget: int, available_bytes: int) -> Resolve
     needs = sizes.requirements(budget)
     try:
         memory = place(needs, available_bytes)
+        needed = 0
     except DoesNotFitError as error:
-        raise _refused("with", budget, error.needed_bytes, available_bytes) from error
+        memory, needed = place(needs, error.needed_bytes), error.needed_bytes
     if not memory.can_draft:
-        least = least_bytes(needs, streamed_layers=0)
-        raise _refused("with", budget, least, available_bytes)
+        needed = least_bytes(needs, streamed_layers=0)
+    if needed:
+        raise _refused("with", budget, needed, available_bytes)
     return Resolved(sizes, memory, budget)
 
 

@@ -42,6 +42,15 @@ def crosses(fitted: Resolved) -> int:
     return fitted.memory.link_bytes
 
 
+def test_a_budget_fits_where_the_refusal_says() -> None:
+    """Whatever there was too little for: the KV, or the weights that the level reads too."""
+    asks = wanted("llama3.1-8b", 16384, budget=1024, draft_weights="exact")
+    for memory in (2 * GIB, 4 * GIB, 8 * GIB, 14 * GIB):
+        with pytest.raises(DoesNotFitError) as refused:
+            fit(asks, memory)
+        assert fit(asks, refused.value.needed_bytes).budget == 1024
+
+
 @pytest.mark.first
 @pytest.mark.parametrize(
     ("shape", "context"),
