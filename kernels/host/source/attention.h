@@ -50,20 +50,6 @@ INLINE const float *tile_of(const uint8_t *at, int64_t stride, int64_t format, i
     return room;
 }
 
-/* Scores of rows, a multiple of TOGETHER, with keys: out [rows, SCORES] from column `place`. */
-INLINE void scores_of(const float *query, int64_t rows, const float *keys, int64_t step,
-                      int64_t place, int64_t count, int64_t width, float (*out)[SCORES]) {
-    for (int64_t t = 0; t < count; t += OUTPUTS) {
-        const float *four[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; o++) four[o] = keys + (t + o < count ? t + o : t) * step;
-        for (int64_t r = 0; r < rows; r += TOGETHER) {
-            Sums sums[TOGETHER];
-            add_columns(TOGETHER, OUTPUTS, query + r * width, width, four, width, sums, 0, 1);
-            for (int i = 0; i < TOGETHER; i++) four_sums(sums[i], out[r + i] + place + t);
-        }
-    }
-}
-
 /* How many of the drafted keys a row sees, its own not counted. */
 INLINE int64_t depth_of(const Attention *a, int64_t row) {
     int64_t token = a->own ? row % a->own : 0, depth = -1;
@@ -139,19 +125,38 @@ typedef struct {
 } Queries;
 
 /* A part of a tile: `count` keys of a block from index `first`. `place` keys of the tile are before
-   them. */
+   them. later_key, later_value: where a thread's next tile is stored; NULL if it has none */
 typedef struct {
     const float *keys, *values;
     int64_t key_step, value_step, block, first, place, count;
+    const uint8_t *later_key, *later_value;
 } Keys;
+
+/* Scores of rows with keys. Asks for the next tile meanwhile: all at once, that would wait. */
+INLINE void scores_of(const Queries *q, const Keys *k, float (*out)[SCORES]) {
+    const Attention *a = q->a;
+    for (int64_t t = 0; t < k->count; t += OUTPUTS) {
+        const float *four[OUTPUTS];
+        for (int o = 0; o < OUTPUTS; o++)
+            four[o] = k->keys + (t + o < k->count ? t + o : t) * k->key_step;
+        for (int64_t r = 0; r < q->rows; r += TOGETHER) {
+            Sums sums[TOGETHER];
+            add_columns(TOGETHER, OUTPUTS, q->query + r * q->width, q->width, four, q->width, sums, 0,
+                        1);
+            for (int i = 0; i < TOGETHER; i++) four_sums(sums[i], out[r + i] + k->place + t);
+        }
+        if (!k->later_key) continue;
+        ask_for(k->later_key + t * a->key_row, OUTPUTS * a->key_row);
+        ask_for(k->later_value + t * a->value_row, OUTPUTS * a->value_row);
+    }
+}
 
 /* Makes weights of the scores of rows with keys, and updates their peaks and totals. Stores scores of
    chunks, if they are asked for. */
 INLINE void weigh_rows(const Queries *q, const Keys *k, float (*scores)[SCORES], float *shrink) {
     const Attention *a = q->a;
     int64_t end = k->place + k->count, padded = (end + W - 1) / W * W;
-    scores_of(q->query, (q->rows + TOGETHER - 1) / TOGETHER * TOGETHER, k->keys, k->key_step,
-              k->place, k->count, q->width, scores);
+    scores_of(q, k, scores);
     for (int64_t r = 0; r < q->rows; r++) {
         float *own = scores[r] + k->place, *chunks = NULL;
         if (a->scores) chunks = chunks_of(a, q->head, q->first_row + r, k->block, k->first);
@@ -236,7 +241,7 @@ static void attend_paths(const Queries *q, Keys part, float *key_room, float *va
         const uint8_t *seen = a->visible + (q->first_row + r) % a->own * a->drafted;
         int64_t depth = depth_of(a, q->first_row + r), own = 0, index = before, skipped = 0;
         int64_t gone = a->window ? before + depth - a->window : -1;
-        Keys k = {key_room, value_room, width, width, 0, part.first, part.place, 0};
+        Keys k = {key_room, value_room, width, width, 0, part.first, part.place, 0, NULL, NULL};
         for (int64_t t = part.first; t < part.first + part.count && t <= before + depth; t++) {
             int64_t from = t;
             for (; t >= before && index <= t; index++, own++) {
@@ -285,7 +290,7 @@ static void attend_block(const Queries *q, int64_t block, int64_t split, int64_t
     for (; index * tile < stop; index += a->splits) {
         int64_t from = index * tile, to = from + tile < stop ? from + tile : stop;
         int64_t place = from < start ? start - from : 0;
-        Keys k = {NULL, NULL, 0, 0, block, from + place - start, place, to - from - place};
+        Keys k = {NULL, NULL, 0, 0, block, from + place - start, place, to - from - place, NULL, NULL};
         if (hidden(q, k.first, k.count)) continue;
         if (to > shared) {
             attend_paths(q, k, key_room, value_room);
@@ -298,8 +303,8 @@ static void attend_block(const Queries *q, int64_t block, int64_t split, int64_t
         k.values = tile_of(value, a->value_row, a->format, k.count, a->head_dim, q->width,
                            value_room, &k.value_step);
         if (to + tile * (a->splits - 1) < stop) {
-            ask_for(key + tile * a->splits * a->key_row, a->key_row * tile);
-            ask_for(value + tile * a->splits * a->value_row, a->value_row * tile);
+            k.later_key = key + tile * a->splits * a->key_row;
+            k.later_value = value + tile * a->splits * a->value_row;
         }
         attend_keys(q, &k);
     }
