@@ -185,14 +185,18 @@ def test_a_model_of_ollamas_opens_by_its_name(home: Path, sound: Path) -> None:
 
 
 @pytest.fixture
-def hub_of(monkeypatch: pytest.MonkeyPatch, sound: Path) -> Callable[[int], list[Any]]:
-    """A hub with one model of a given size. Its downloads are listed."""
+def hub_of(monkeypatch: pytest.MonkeyPatch, sound: Path) -> Callable[..., list[Any]]:
+    """A hub with one model of a given size, in safetensors or in torch's own format. Its downloads
+    are listed.
+    """
 
-    def made(nbytes: int) -> list[Any]:
+    def made(nbytes: int, *, of_torch: bool = False) -> list[Any]:
         asked: list[Any] = []
 
         def snapshot_download(name: str, **options: Any) -> Any:
             if options.get("dry_run"):
+                if of_torch and options["allow_patterns"] == ["*.safetensors"]:
+                    return []
                 files = [(nbytes, True), (5, False), (None, True)]
                 return [SimpleNamespace(file_size=n, will_download=w) for n, w in files]
             asked.append((name, options["allow_patterns"]))
@@ -205,7 +209,7 @@ def hub_of(monkeypatch: pytest.MonkeyPatch, sound: Path) -> Callable[[int], list
 
 
 def test_a_download_is_announced_with_its_size_before_it_begins(
-    home: Path, sound: Path, hub_of: Callable[[int], list[Any]]
+    home: Path, sound: Path, hub_of: Callable[..., list[Any]]
 ) -> None:
     asked, said = hub_of(1000), []
 
@@ -221,10 +225,12 @@ def test_a_download_is_announced_with_its_size_before_it_begins(
     assert str(download).startswith("downloading Qwen/Qwen3-8B: 1000 B to")
 
 
-def test_a_head_is_downloaded_in_the_format_in_which_many_are_published(
-    home: Path, sound: Path, hub_of: Callable[[int], list[Any]]
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_a_head_is_downloaded_in_one_format(
+    home: Path, sound: Path, hub_of: Callable[..., list[Any]], of_torch: bool
 ) -> None:
-    asked = hub_of(1000)
+    """In torch's own, if there is no other: many heads are published in it alone."""
+    asked = hub_of(1000, of_torch=of_torch)
     config = sound / "hf" / "config.json"
     before = config.read_text()
     try:
@@ -232,7 +238,7 @@ def test_a_head_is_downloaded_in_the_format_in_which_many_are_published(
         assert resolve("someone/a-head") == sound / "hf"
     finally:
         config.write_text(before)
-    assert "pytorch_model.bin" in asked[1][1]
+    assert ("pytorch_model.bin" in asked[1][1]) == of_torch
     resolve("qwen3-8b")
     assert "pytorch_model.bin" not in asked[3][1]
 
@@ -250,7 +256,7 @@ def test_of_files_of_torch_only_heads_are_found_in_the_cache(
 
 
 def test_a_download_that_the_disk_has_no_room_for_does_not_begin(
-    home: Path, hub_of: Callable[[int], list[Any]]
+    home: Path, hub_of: Callable[..., list[Any]]
 ) -> None:
     asked = hub_of(1 << 60)
     with pytest.raises(DoesNotFitError, match="set HF_HOME to a folder with more room"):

@@ -10,7 +10,8 @@
 #include "host.h"
 #include "split.h"
 
-enum { SEGMENT = 512, OUTPUTS = 4, DECODED = 2 * OUTPUTS };
+/* Columns that are decoded at a time: all of a short row, else SEGMENT of them. */
+enum { SEGMENT = 512, LONGEST = 640, OUTPUTS = 4, DECODED = 2 * OUTPUTS };
 #if defined(AVX512) || defined(NEON)
 enum { TOGETHER = 4 };
 #else
@@ -93,15 +94,16 @@ INLINE void finish(const Product *p, int64_t row, int64_t first, int count, cons
 
 static void product(const Product *p, int64_t first, int64_t end) {
     const Weight *w = p->weight;
-    _Alignas(64) float buffer[DECODED][SEGMENT];
+    _Alignas(64) float buffer[DECODED][LONGEST];
     Sums sums[MOST_ROWS];
     float rest[MOST_ROWS][DECODED];
+    int64_t segment = w->columns <= LONGEST ? w->columns : SEGMENT;
     for (int64_t output = first; output < end; output += DECODED) {
         int outputs = end - output < DECODED ? (int)(end - output) : DECODED;
         memset(rest, 0, p->rows * sizeof *rest);
         if (!w->columns) memset(sums, 0, p->rows * sizeof *sums);
-        for (int64_t column = 0; column < w->columns; column += SEGMENT) {
-            int64_t left = w->columns - column, count = left < SEGMENT ? left : SEGMENT;
+        for (int64_t column = 0; column < w->columns; column += segment) {
+            int64_t left = w->columns - column, count = left < segment ? left : segment;
             int64_t whole = count / W * W, row = 0;
             int64_t begin = w->stride * column / w->columns, size = w->stride * count / w->columns;
             const float *weights[DECODED];

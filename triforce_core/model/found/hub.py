@@ -7,12 +7,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triforce_core.model.checkpoints.eagle3 import eagle3_at
 from triforce_core.model.families.hf import from_hf
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError
 from triforce_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub.file_download import DryRunFileInfo
 
 # Files of a model that are not weights.
 _HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -59,10 +63,10 @@ def downloaded(name: str, announce: Announce) -> Path:
         files = [*_HEADERS, "*.safetensors"]
         if eagle3_at(Path(snapshot)) is None:
             from_hf(read_json(Path(snapshot) / "config.json"), {})
-        else:
+        elif not _planned(name, ["*.safetensors"]):
             # Many heads are published in this format alone.
             files.append(_OF_TORCH)
-        _announce(name, files, announce)
+        _announce(name, _planned(name, files), announce)
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED))
     except TriforceError:
         raise
@@ -127,17 +131,20 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _announce(name: str, files: list[str], announce: Announce) -> None:
-    """Announce a download if anything is missing. Raises DoesNotFitError for a full disk."""
+def _planned(name: str, files: list[str]) -> list[DryRunFileInfo]:
+    """Return what the hub has of these files, also of those that are in the cache. Without the hub
+    there are none, and what is in the cache is used.
+    """
     from huggingface_hub import snapshot_download
 
     try:
-        planned = snapshot_download(
-            name, allow_patterns=files, ignore_patterns=_IGNORED, dry_run=True
-        )
+        return snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED, dry_run=True)
     except Exception:
-        # Without the hub, what is in the cache is used.
-        return
+        return []
+
+
+def _announce(name: str, planned: list[DryRunFileInfo], announce: Announce) -> None:
+    """Announce a download if anything is missing. Raises DoesNotFitError for a full disk."""
     nbytes = sum(each.file_size or 0 for each in planned if each.will_download)
     if not nbytes:
         return
