@@ -36,7 +36,7 @@ def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
             raise DoesNotFitError(
                 f"device memory for {needs.context_tokens} tokens of context with everything "
                 "streamed",
-                least_bytes(needs, streamed_layers=needs.layers),
+                least_bytes(needs),
                 limit_bytes,
                 "give more device memory",
             )
@@ -90,10 +90,26 @@ def _slots_ahead(needs: Requirements, kept: int) -> int:
     return math.ceil(min(streamed, kept / layers / _BLOCKS_WHILE_ONE_COMES))
 
 
-def least_bytes(needs: Requirements, *, streamed_layers: int) -> int:
-    """Return the smallest device memory with which at most `streamed_layers` layers stream."""
-    plans = [_least(needs, streamed) for streamed in range(streamed_layers + 1)]
-    return min(plan.device_bytes for plan in (_everything(needs), *plans))
+def least_bytes(needs: Requirements) -> int:
+    """Return the smallest device memory that suffices."""
+    return min(plan.device_bytes for plan in _smallest(needs))
+
+
+def least_to_draft(needs: Requirements) -> int:
+    """Return the smallest device memory with which a retrieval level has every layer there: itself,
+    its high bits, or an int4 copy.
+    """
+    plans = _smallest(needs)
+    if needs.low_bytes:
+        plans.append(_least(needs, needs.layers, parted=True))
+    return min(plan.device_bytes for plan in plans if plan.can_draft)
+
+
+def _smallest(needs: Requirements) -> list[MemoryPlan]:
+    """Return the plan with all on the device, and the smallest for each number of layers that
+    stream.
+    """
+    return [_everything(needs), *(_least(needs, count) for count in range(needs.layers + 1))]
 
 
 def _everything(needs: Requirements) -> MemoryPlan:

@@ -186,21 +186,19 @@ def test_a_model_of_ollamas_opens_by_its_name(home: Path, sound: Path) -> None:
 
 @pytest.fixture
 def hub_of(monkeypatch: pytest.MonkeyPatch, sound: Path) -> Callable[..., list[Any]]:
-    """A hub with one model of a given size, in safetensors or in torch's own format. Its downloads
-    are listed.
-    """
+    """A hub with one model of a given size, in a folder. Its downloads are listed."""
 
-    def made(nbytes: int, *, of_torch: bool = False) -> list[Any]:
+    def made(nbytes: int, folder: Path = sound / "hf") -> list[Any]:
         asked: list[Any] = []
 
         def snapshot_download(name: str, **options: Any) -> Any:
             if options.get("dry_run"):
-                if of_torch and options["allow_patterns"] == ["*.safetensors"]:
+                if not any(any(folder.glob(each)) for each in options["allow_patterns"]):
                     return []
                 files = [(nbytes, True), (5, False), (None, True)]
                 return [SimpleNamespace(file_size=n, will_download=w) for n, w in files]
             asked.append((name, options["allow_patterns"]))
-            return str(sound / "hf")
+            return str(folder)
 
         monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
         return asked
@@ -230,17 +228,44 @@ def test_a_head_is_downloaded_in_one_format(
     home: Path, sound: Path, hub_of: Callable[..., list[Any]], of_torch: bool
 ) -> None:
     """In torch's own, if there is no other: many heads are published in it alone."""
-    asked = hub_of(1000, of_torch=of_torch)
-    config = sound / "hf" / "config.json"
-    before = config.read_text()
-    try:
-        config.write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
-        assert resolve("someone/a-head") == sound / "hf"
-    finally:
-        config.write_text(before)
+    folder = home / "head"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
+    (folder / ("pytorch_model.bin" if of_torch else "model.safetensors")).touch()
+    asked = hub_of(1000, folder)
+    assert resolve("someone/a-head") == folder
     assert ("pytorch_model.bin" in asked[1][1]) == of_torch
+
+
+def test_models_are_not_downloaded_in_torchs_own_format(
+    home: Path, hub_of: Callable[..., list[Any]]
+) -> None:
+    asked = hub_of(1000)
     resolve("qwen3-8b")
-    assert "pytorch_model.bin" not in asked[3][1]
+    assert "pytorch_model.bin" not in asked[1][1]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle3"])
+def test_files_that_are_not_needed_may_be_missing_in_the_cache(
+    home: Path, sound: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Newer caches know which files the repository has, and refuse a folder without some."""
+    commit, cache = "0" * 40, home / "hub/models--someone--tiny"
+    folder = cache / "snapshots" / commit
+    shutil.copytree(sound / "hf", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    for part in ("refs", "trees"):
+        (cache / part).mkdir()
+    (cache / "refs/main").write_text(commit)
+    there = [path.name for path in folder.iterdir()]
+    names = [*there, "README.md", "pytorch_model.bin"]
+    files = {name: {"size": 1, "blob_id": "x"} for name in names}
+    tree = {"format_version": 1, "files": files}
+    (cache / f"trees/{commit}.json").write_text(json.dumps(tree))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert hub.cached("someone/tiny") == folder
+    assert hub.downloaded("someone/tiny", lambda download: pytest.fail(str(download))) == folder
 
 
 @pytest.mark.parametrize(

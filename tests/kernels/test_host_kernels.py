@@ -178,6 +178,15 @@ def test_nan_is_never_taken_for_no_keys(make, where: str) -> None:
     assert part.out[0].isfinite().all()
 
 
+def test_nan_in_one_score_reaches_the_scores_of_all_later_chunks(make) -> None:
+    """With so many heads, the keys of a head are not divided."""
+    query, cache = torch.randn(16, 1, 64), torch.randn(2, 1, 16, 256, 64)
+    cache[0, 0, :, 3, 0] = float("nan")
+    scores = ScoreBuffer(torch.empty(16, 1, 32), 0, 8)
+    attend_blocks(Running.of(query), query, *cache, scores)
+    assert scores.out[..., 8:].isnan().all()
+
+
 def test_what_the_kernels_do_not_take_goes_to_the_references_or_is_refused() -> None:
     double = torch.randn(2, 5, 16, dtype=torch.float64)
     cache = torch.randn(2, 2, 30, 16, dtype=torch.float64)

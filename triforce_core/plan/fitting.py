@@ -15,7 +15,7 @@ from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
 from triforce_offload.plan.placing import (
     for_processor,
-    least_bytes,
+    least_to_draft,
     place,
     place_on_processor,
     with_kv_instead,
@@ -74,9 +74,9 @@ def fit(
     """
     method = sizes.method
     drafts = method.method == "triforce" and most_budget != 0
-    if drafts and method.budget is not None:
-        _check_cache(sizes, method.budget, available_bytes)
     if placement is not None:
+        if drafts and method.budget is not None:
+            _check_cache(sizes, method.budget, available_bytes)
         return _under(sizes, placement, most_budget if drafts else 0)
     if drafts and method.budget is not None:
         return _with_cache(sizes, method.budget, available_bytes)
@@ -160,13 +160,10 @@ def _with_cache(sizes: ModelSizes, budget: int, available_bytes: int) -> Resolve
     needs = sizes.requirements(budget)
     try:
         memory = place(needs, available_bytes)
-        needed = 0
     except DoesNotFitError as error:
-        memory, needed = place(needs, error.needed_bytes), error.needed_bytes
+        raise _refused("with", budget, least_to_draft(needs), available_bytes) from error
     if not memory.can_draft:
-        needed = least_bytes(needs, streamed_layers=0)
-    if needed:
-        raise _refused("with", budget, needed, available_bytes)
+        raise _refused("with", budget, least_to_draft(needs), available_bytes)
     return Resolved(sizes, memory, budget)
 
 

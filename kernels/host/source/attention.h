@@ -81,8 +81,8 @@ INLINE float weigh(float *scores, int64_t count, float *peak, float *total) {
         undefined |= (vi)(some != some);
     }
     float greatest = greatest_of(highest);
-    if (greatest < *peak) greatest = *peak;
-    /* NaN in a score reaches everything that the row gives. */
+    /* NaN in a score reaches everything that the row gives, also by later tiles. */
+    if (!(greatest >= *peak)) greatest = *peak;
     if (any(undefined)) greatest = NAN;
     if (greatest == -INFINITY) {
         for (int64_t t = 0; t < count; t += W) store(scores + t, all(0));

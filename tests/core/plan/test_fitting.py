@@ -11,6 +11,7 @@ import pytest
 
 from triforce_core.engine import Engine
 from triforce_core.model.known.shapes import read_shape
+from triforce_core.model.tensors import split_layouts
 from triforce_core.plan.fitting import Resolved, fit
 from triforce_core.plan.machine import Device
 from triforce_core.plan.plan import Plan
@@ -42,13 +43,22 @@ def crosses(fitted: Resolved) -> int:
     return fitted.memory.link_bytes
 
 
-def test_a_budget_fits_where_the_refusal_says() -> None:
-    """Whatever there was too little for: the KV, or the weights that the level reads too."""
-    asks = wanted("llama3.1-8b", 16384, budget=1024, draft_weights="exact")
-    for memory in (2 * GIB, 4 * GIB, 8 * GIB, 14 * GIB):
+@pytest.mark.parametrize("layouts", ["exact", "int4", "split"])
+@pytest.mark.parametrize("budget", [1024, 16384])
+def test_a_budget_fits_where_the_refusal_says(layouts: str, budget: int) -> None:
+    """Whatever there was too little for: the cache, the KV, or the weights that the level reads."""
+    drafts = {} if layouts == "split" else {"draft_weights": layouts}
+    asks = wanted("llama3.1-8b", 16384, budget=budget, **drafts)
+    if layouts == "split":
+        dtype = DTYPES["bfloat16"]
+        asks = replace(asks, dtype=dtype, layouts=split_layouts(asks.config, dtype))
+    for memory in (GIB // 2, 2 * GIB, 4 * GIB):
         with pytest.raises(DoesNotFitError) as refused:
             fit(asks, memory)
-        assert fit(asks, refused.value.needed_bytes).budget == 1024
+        needed = refused.value.needed_bytes
+        assert fit(asks, needed).budget == budget
+        with pytest.raises(DoesNotFitError):
+            fit(asks, needed - 1)
 
 
 @pytest.mark.first

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Files of a model that are not weights.
 _HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
+_SAFETENSORS = "*.safetensors"
 # Heads alone are read from such files.
 _OF_TORCH = "pytorch_model.bin"
 # Some repositories hold copies of the same weights in other layouts.
@@ -60,10 +61,10 @@ def downloaded(name: str, announce: Announce) -> Path:
 
     try:
         snapshot = snapshot_download(name, allow_patterns=_HEADERS, ignore_patterns=_IGNORED)
-        files = [*_HEADERS, "*.safetensors"]
+        files = [*_HEADERS, _SAFETENSORS]
         if eagle3_at(Path(snapshot)) is None:
             from_hf(read_json(Path(snapshot) / "config.json"), {})
-        elif not _planned(name, ["*.safetensors"]):
+        elif not (_safetensors(Path(snapshot)) or _planned(name, [_SAFETENSORS])):
             # Many heads are published in this format alone.
             files.append(_OF_TORCH)
         _announce(name, _planned(name, files), announce)
@@ -88,9 +89,16 @@ def cached(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        found = Path(snapshot_download(name, local_files_only=True))
+        # Only files that `downloaded` asks for: others of the repository need not be there.
+        folder = snapshot_download(
+            name,
+            allow_patterns=[*_HEADERS, _SAFETENSORS],
+            ignore_patterns=_IGNORED,
+            local_files_only=True,
+        )
     except Exception:
         return None
+    found = Path(folder)
     return found if _is_model(found) else None
 
 
@@ -120,10 +128,14 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
+def _safetensors(folder: Path) -> bool:
+    return any(folder.glob(_SAFETENSORS))
+
+
 def _is_model(folder: Path) -> bool:
     if not (folder / "config.json").exists():
         return False
-    if any(folder.glob("*.safetensors")):
+    if _safetensors(folder):
         return True
     try:
         return (folder / _OF_TORCH).exists() and eagle3_at(folder) is not None
