@@ -22,6 +22,7 @@ COMMANDS = _parser()[1]
 # Options of programs that are not ours, by the program.
 OTHERS = {
     "torchrun": {"--nproc-per-node"},
+    "docker": {"--target", "--ulimit"},
     "mkdocs": {"--strict"},
     "wsl": {"--shutdown"},
 }

@@ -1,8 +1,8 @@
 """User settings from a TOML file and TRIFORCE_* variables, inserted before the command's flags.
 
 A key is a flag's long name without its dashes. A key at the top of the file applies to those of
-`generate`, `chat` and `serve` that have the flag; a key in a table applies to the command of that
-name.
+`generate`, `run`, `chat` and `serve` that have the flag; a key in a table applies to the command of
+that name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OTHERS = {
     *("TRIFORCE_DRAWS", "TRIFORCE_MUTANTS", "TRIFORCE_SCHEDULES"),
 }
 # The commands that keys at the top of the file apply to.
-_COMMON = ("generate", "chat", "serve")
+_COMMON = ("generate", "run", "chat", "serve")
 # Flags that are given for each run and cannot be set.
 _NOT_KEPT = {"--help", "--model", "--api-key"}
 

@@ -104,3 +104,13 @@ def test_without_xdg_variables_settings_and_caches_are_in_the_home_folder(
     ours = tmp_path / ".config" / "triforce-offload" / "settings.toml"
     assert settings_path(os.environ) == ours
     assert cache_directory() == tmp_path / ".cache" / "triforce-offload"
+
+
+def test_keys_at_the_top_apply_to_run_too(speaking, capsys, file) -> None:
+    def answer(*options: object) -> str:
+        code, out, err = run(capsys, "run", speaking, "Hello", *options)
+        assert code == 0, err
+        return out
+
+    file.write_text("temperature = 0\nmax-new-tokens = 1\n")
+    assert answer() == answer("-n", 1) != answer("-n", 20)
