@@ -1,6 +1,8 @@
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 # kernels/ and offload/ are installed as `triforce_kernels` and `triforce_offload`: other packages
 # have the bare names. transformers imports Hugging Face's `kernels`, for one.
@@ -19,8 +21,25 @@ HOST = Extension(
     optional=True,
 )
 
+
+class BuildAtOnce(build_ext):
+    """Compiles the files of an extension at the same time."""
+
+    def build_extension(self, ext):
+        compile_files = self.compiler.compile
+
+        def compile_each(sources, **options):
+            with ThreadPoolExecutor() as pool:
+                parts = pool.map(lambda source: compile_files([source], **options), sources)
+                return [made for part in parts for made in part]
+
+        self.compiler.compile = compile_each
+        super().build_extension(ext)
+
+
 setup(
     ext_modules=[HOST],
+    cmdclass={"build_ext": BuildAtOnce},
     packages=[
         *find_packages(include=["triforce_core", "triforce_core.*"]),
         *FOLDERS,

@@ -29,7 +29,7 @@ QUESTION = "How do I define a class in Python? Show an example."
 MANUAL_CHARACTERS = 17_000
 NEW_TOKENS = 78
 # Plain decoding writes the beginning of the answer, so that the demo takes less than a minute.
-PLAIN_TOKENS = 45
+PLAIN_TOKENS = 32
 CONTEXT_TOKENS = 4_400
 # Slow enough that a pass takes as long as several steps of drafting, as with a large model on a
 # desktop. Weights are more bytes.
