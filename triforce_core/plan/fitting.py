@@ -74,9 +74,9 @@ def fit(
     """
     method = sizes.method
     drafts = method.method == "triforce" and most_budget != 0
+    if drafts and method.budget is not None:
+        _check_cache(sizes, method.budget, available_bytes)
     if placement is not None:
-        if drafts and method.budget is not None:
-            _check_cache(sizes, method.budget, available_bytes)
         return _under(sizes, placement, most_budget if drafts else 0)
     if drafts and method.budget is not None:
         return _with_cache(sizes, method.budget, available_bytes)
@@ -215,7 +215,8 @@ def _check_cache(sizes: ModelSizes, budget: int, available_bytes: int) -> None:
         token_bytes //= sizes.dtype.itemsize
     cache = budget * token_bytes * len(sizes.config.kv_layers) * sizes.sequences
     if cache > available_bytes:
-        raise _refused("for", budget, cache, available_bytes)
+        needed = max(cache, least_to_draft(sizes.requirements(budget)))
+        raise _refused("for", budget, needed, available_bytes)
 
 
 def with_what_fits(
