@@ -36,7 +36,7 @@ def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
             raise DoesNotFitError(
                 f"device memory for {needs.context_tokens} tokens of context with everything "
                 "streamed",
-                least_bytes(needs),
+                min(plan.device_bytes for plan in _smallest(needs)),
                 limit_bytes,
                 "give more device memory",
             )
@@ -88,11 +88,6 @@ def _slots_ahead(needs: Requirements, kept: int) -> int:
         return 0
     streamed = (needs.kv_blocks - kept) / layers
     return math.ceil(min(streamed, kept / layers / _BLOCKS_WHILE_ONE_COMES))
-
-
-def least_bytes(needs: Requirements) -> int:
-    """Return the smallest device memory that suffices."""
-    return min(plan.device_bytes for plan in _smallest(needs))
 
 
 def least_to_draft(needs: Requirements) -> int:

@@ -179,7 +179,7 @@ def test_nan_is_never_taken_for_no_keys(make, where: str) -> None:
 
 
 def test_nan_in_one_score_reaches_the_scores_of_all_later_chunks(make) -> None:
-    """With so many heads, the keys of a head are not divided."""
+    """With 16 heads the keys of a head are one split."""
     query, cache = torch.randn(16, 1, 64), torch.randn(2, 1, 16, 256, 64)
     cache[0, 0, :, 3, 0] = float("nan")
     scores = ScoreBuffer(torch.empty(16, 1, 32), 0, 8)

@@ -81,7 +81,7 @@ INLINE float weigh(float *scores, int64_t count, float *peak, float *total) {
         undefined |= (vi)(some != some);
     }
     float greatest = greatest_of(highest);
-    /* NaN in a score reaches everything that the row gives, also by later tiles. */
+    /* NaN in a score reaches everything that the row gives, in later tiles too. */
     if (!(greatest >= *peak)) greatest = *peak;
     if (any(undefined)) greatest = NAN;
     if (greatest == -INFINITY) {
@@ -132,7 +132,7 @@ typedef struct {
     const uint8_t *later_key, *later_value;
 } Keys;
 
-/* Scores of rows with keys. Asks for the next tile meanwhile: all at once, that would wait. */
+/* Scores of rows with keys. Prefetches the next tile between them: all at once would stall. */
 INLINE void scores_of(const Queries *q, const Keys *k, float (*out)[SCORES]) {
     const Attention *a = q->a;
     for (int64_t t = 0; t < k->count; t += OUTPUTS) {
@@ -141,13 +141,13 @@ INLINE void scores_of(const Queries *q, const Keys *k, float (*out)[SCORES]) {
             four[o] = k->keys + (t + o < k->count ? t + o : t) * k->key_step;
         for (int64_t r = 0; r < q->rows; r += TOGETHER) {
             Sums sums[TOGETHER];
-            add_columns(TOGETHER, OUTPUTS, q->query + r * q->width, q->width, four, q->width, sums, 0,
-                        1);
+            const float *query = q->query + r * q->width;
+            add_columns(TOGETHER, OUTPUTS, query, q->width, four, q->width, sums, 0, 1);
             for (int i = 0; i < TOGETHER; i++) four_sums(sums[i], out[r + i] + k->place + t);
         }
         if (!k->later_key) continue;
-        ask_for(k->later_key + t * a->key_row, OUTPUTS * a->key_row);
-        ask_for(k->later_value + t * a->value_row, OUTPUTS * a->value_row);
+        prefetch(k->later_key + t * a->key_row, OUTPUTS * a->key_row);
+        prefetch(k->later_value + t * a->value_row, OUTPUTS * a->value_row);
     }
 }
 

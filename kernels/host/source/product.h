@@ -71,9 +71,9 @@ INLINE void add_columns(int rows, int outputs, const float *x, int64_t x_stride,
         for (int o = 0; o < outputs; o++) sums[r][first + o] = acc[r][o];
 }
 
-/* Asks for bytes that are read soon. Rows are stored one after the other, but read in segments,
-   which no processor foresees. */
-INLINE void ask_for(const uint8_t *at, int64_t nbytes) {
+/* Prefetches bytes. Rows are stored one after the other, but read in segments, which hardware
+   prefetchers do not follow. */
+INLINE void prefetch(const uint8_t *at, int64_t nbytes) {
     for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
@@ -81,7 +81,7 @@ INLINE void ask_for(const uint8_t *at, int64_t nbytes) {
    not fill a vector. */
 INLINE void finish(const Product *p, int64_t row, int64_t first, int count, const vf *sums,
                    const float *rest) {
-    /* Four numbers are read as they were written: a longer read waits for all writes to end. */
+    /* A load of more than the four numbers of a store cannot be forwarded from it, and stalls. */
     float total[OUTPUTS], *out = p->out + row * p->out_stride + first;
     four_sums(sums, total);
     for (int o = 0; o < OUTPUTS && o < count; o++) {
@@ -114,8 +114,8 @@ static void product(const Product *p, int64_t first, int64_t end) {
                     continue;
                 }
                 int64_t later = output + o + DECODED;
-                ask_for(w->data + later * w->stride + begin, size);
-                if (w->low) ask_for(w->low + later * (w->columns / 2) + column / 2, count / 2);
+                prefetch(w->data + later * w->stride + begin, size);
+                if (w->low) prefetch(w->low + later * (w->columns / 2) + column / 2, count / 2);
                 if (w->format == F32) {
                     weights[o] = (const float *)(w->data + (output + o) * w->stride) + column;
                     continue;

@@ -64,7 +64,7 @@ def downloaded(name: str, announce: Announce) -> Path:
         files = [*_HEADERS, _SAFETENSORS]
         if eagle3_at(Path(snapshot)) is None:
             from_hf(read_json(Path(snapshot) / "config.json"), {})
-        elif not (_safetensors(Path(snapshot)) or _planned(name, [_SAFETENSORS])):
+        elif not (_has_safetensors(Path(snapshot)) or _planned(name, [_SAFETENSORS])):
             # Many heads are published in this format alone.
             files.append(_OF_TORCH)
         _announce(name, _planned(name, files), announce)
@@ -128,14 +128,14 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def _safetensors(folder: Path) -> bool:
+def _has_safetensors(folder: Path) -> bool:
     return any(folder.glob(_SAFETENSORS))
 
 
 def _is_model(folder: Path) -> bool:
     if not (folder / "config.json").exists():
         return False
-    if _safetensors(folder):
+    if _has_safetensors(folder):
         return True
     try:
         return (folder / _OF_TORCH).exists() and eagle3_at(folder) is not None
