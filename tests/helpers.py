@@ -76,6 +76,8 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
         if name.endswith("A_log"):
             # States that remember a hundred tokens.
             torch.nn.init.normal_(parameter, -4.0, 1.0)
+        if name.endswith(".D"):
+            torch.nn.init.normal_(parameter, 1.0, 0.5)
     for name, tensor in model.state_dict().items():
         if name.endswith("e_score_correction_bias"):
             # As large as the differences between the scores of experts.

@@ -56,6 +56,32 @@ _QWEN3_5 = {
     "linear_value_head_dim": 12,
 }
 _MOE = {"moe_intermediate_size": 40}
+_GRANITE4 = {
+    "intermediate_size": 40,
+    "shared_intermediate_size": 48,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
+# Three layers, of which one has no MLP.
+_NEMOTRON = {
+    "num_hidden_layers": 5,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "n_routed_experts": 6,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+    **_MOE,
+}
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -361,6 +387,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "granite4-h": ("GraniteMoeHybrid", {**_GRANITE4, "num_local_experts": 0}),
+    "granite4-h-moe": ("GraniteMoeHybrid", {**_GRANITE4, "num_local_experts": 6}),
+    "nemotron_h-moe": ("NemotronH", _NEMOTRON),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),
 }

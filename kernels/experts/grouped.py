@@ -1,4 +1,4 @@
-"""Gated MLPs of experts: each chosen expert of a forward once, over the rows that chose it."""
+"""MLPs of experts: each chosen expert of a forward once, over the rows that chose it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, most_expert_tiles
 from triforce_kernels.weights.linear import Weight, linear, rows_of
 from triforce_kernels.weights.tiles import Tiles
 
-# Activation of an expert, [rows, 2 width] to [rows, width].
+# Activation of an expert: of a gate and an up projection, [rows, 2 width] to [rows, width], or of an
+# up projection alone, [rows, width].
 Gated = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Experts(NamedTuple):
     """The matrices of experts, expert after expert.
 
-    gate_up: [count * 2 width, hidden]
+    gate_up: [count * 2 width, hidden]; without gates [count * width, hidden]
     down: [count * hidden, width]
     biases: [count, 2 width] and [count, hidden], or None
     """
@@ -30,6 +31,11 @@ class Experts(NamedTuple):
     gate_up: Weight
     down: Weight
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that an expert has in `gate_up`."""
+        return self.gate_up.shape[0] // self.count
 
 
 def gated_experts(
@@ -55,7 +61,8 @@ def gated_experts(
         "gated_experts",
         chosen.shape == weights.shape
         and chosen.shape[0] == rows
-        and gate_up.shape == (2 * count * down.shape[1], hidden)
+        and gate_up.shape[0] in (2 * count * down.shape[1], count * down.shape[1])
+        and gate_up.shape[1] == hidden
         and down.shape[0] == count * hidden,
         x=x,
         chosen=chosen,
@@ -203,7 +210,7 @@ def _by_tiles(
 ) -> torch.Tensor:
     count, gate_up, down, biases = experts
     order, own, which, places = in_tiles(chosen, count)
-    inner = product(x, gate_up, Tiles(EXPERT_TILE, 2 * down.shape[1], order, which))
+    inner = product(x, gate_up, Tiles(EXPERT_TILE, experts.rows, order, which))
     if biases:
         _add_to_tiles(inner, biases[0], which)
     outer = product(gated(inner), down, Tiles(EXPERT_TILE, x.shape[1], own, which))
@@ -226,7 +233,7 @@ def _one_by_one(
     come: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     count, gate_up, down, biases = experts
-    (rows, active), hidden, width = chosen.shape, x.shape[1], 2 * down.shape[1]
+    (rows, active), hidden, width = chosen.shape, x.shape[1], experts.rows
     flat = chosen.flatten()
     order = flat.sort(stable=True).indices
     row = order // active

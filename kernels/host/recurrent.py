@@ -1,4 +1,4 @@
-"""The gated delta rule by the processor's compiled kernels, row after row."""
+"""Recurrences by the processor's compiled kernels, row after row."""
 
 from __future__ import annotations
 
@@ -48,9 +48,13 @@ def fold(state: torch.Tensor, parts: Sequence[LeftRows]) -> None:
 
 def _normed(rows: DeltaRows) -> DeltaRows:
     """`DeltaRows.normed`, of which each part is contiguous."""
-    others = (each.transpose(0, 1).float().contiguous() for each in rows[2:])
-    queries = of_length_one(_with_rows(rows.queries), EPS, rows.queries.shape[-1] ** -0.5)
-    return DeltaRows(queries, of_length_one(_with_rows(rows.keys), EPS), *others)
+    own = 2 if rows.corrects else 0
+    heads = [each.transpose(0, 1).float().contiguous() for each in rows.tensors[own:]]
+    if rows.corrects:
+        scale = rows.queries.shape[-1] ** -0.5
+        queries = of_length_one(_with_rows(rows.queries), EPS, scale)
+        heads = [queries, of_length_one(_with_rows(rows.keys), EPS), *heads]
+    return DeltaRows(*heads, rows.corrects)
 
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
@@ -75,8 +79,9 @@ def _computed(
         _add_past(call, past)
     out = torch.empty(normed.values.shape, dtype=torch.float32, device="cpu")
     call.queries, call.keys, call.values, call.decays, call.rates = (
-        each.data_ptr() for each in normed
+        each.data_ptr() for each in normed.tensors
     )
+    call.corrects = normed.corrects
     if visible is not None:
         visible = visible.contiguous()
         call.visible = visible.data_ptr()

@@ -126,7 +126,7 @@ class Rule(ctypes.Structure):
         *((name, _Address) for name in ("past_keys", "past_updates", "past_decays", "visible")),
         *((name, _Long) for name in ("heads", "group", "rows", "past", "key_dim", "value_dim")),
         *((name, _Long) for name in ("past_keys_head", "past_updates_head", "past_decays_head")),
-        *((name, _Long) for name in ("updates_head", "advances")),
+        *((name, _Long) for name in ("updates_head", "advances", "corrects")),
     )
 
 

@@ -24,7 +24,8 @@ _CHUNKS = (16, 32, 64)
 def _systems_kernel(
     queries, keys, decays, rates, systems, looks, scale,
     q_row, q_head, k_row, k_head, d_row, r_row, group,
-    KEY: tl.constexpr, CHUNK: tl.constexpr, NUMBERS: tl.constexpr, EPSILON: tl.constexpr,
+    KEY: tl.constexpr, CHUNK: tl.constexpr, NUMBERS: tl.constexpr, CORRECTS: tl.constexpr,
+    EPSILON: tl.constexpr,
 ):  # fmt: skip
     """For each chunk and value head, the matrix that makes updates of what the rows find missing in
     the state, and how much of each update a row reads, [CHUNK, CHUNK].
@@ -35,8 +36,8 @@ def _systems_kernel(
     inside = tl.arange(0, CHUNK)
     row = chunk * CHUNK + inside
     real = inside >= 0
-    by_key = scale_of(keys, k_row, row, real, KEY, NUMBERS, EPSILON)
-    by_query = scale_of(queries, q_row, row, real, KEY, NUMBERS, EPSILON) * scale
+    by_key = scale_of(keys, k_row, row, real, KEY, NUMBERS, CORRECTS, EPSILON)
+    by_query = scale_of(queries, q_row, row, real, KEY, NUMBERS, CORRECTS, EPSILON) * scale
     rate = tl.load(rates + row * r_row + head)
     left = tl.cumsum(tl.load(decays + row * d_row + head), 0)
     system = tl.zeros([CHUNK, CHUNK], dtype=tl.float32)
@@ -51,11 +52,12 @@ def _systems_kernel(
     own = inside[:, None] == inside[None, :]
     system = tl.where(follows & (own == 0), system * weight * rate[:, None], 0.0)
     solved = tl.where(own, rate[:, None], 0.0)
-    # Forward substitution: a row's update depends on those of rows before it.
-    for index in range(1, CHUNK):
-        line = tl.sum(tl.where(inside[:, None] == index, system, 0.0), 0)
-        change = tl.sum(line[:, None] * solved, 0)
-        solved = tl.where(inside[:, None] == index, solved - change[None, :], solved)
+    if CORRECTS:
+        # Forward substitution: a row's update depends on those of rows before it.
+        for index in range(1, CHUNK):
+            line = tl.sum(tl.where(inside[:, None] == index, system, 0.0), 0)
+            change = tl.sum(line[:, None] * solved, 0)
+            solved = tl.where(inside[:, None] == index, solved - change[None, :], solved)
     place = (head * tl.num_programs(0) + chunk) * CHUNK + inside
     place = place[:, None] * CHUNK + inside[None, :]
     tl.store(systems + place, solved)
@@ -67,7 +69,7 @@ def _chunks_kernel(
     queries, keys, values, decays, systems, looks, state, out, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, d_row, chunks, heads, group,
     KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    NUMBERS: tl.constexpr, EPSILON: tl.constexpr,
+    NUMBERS: tl.constexpr, CORRECTS: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     queries += head // group * q_head
@@ -80,8 +82,8 @@ def _chunks_kernel(
     square = inside[:, None] * CHUNK + inside[None, :]
     for chunk in range(chunks):
         row = chunk * CHUNK + inside
-        by_key = scale_of(keys, k_row, row, real, KEY, NUMBERS, EPSILON)
-        by_query = scale_of(queries, q_row, row, real, KEY, NUMBERS, EPSILON) * scale
+        by_key = scale_of(keys, k_row, row, real, KEY, NUMBERS, CORRECTS, EPSILON)
+        by_query = scale_of(queries, q_row, row, real, KEY, NUMBERS, CORRECTS, EPSILON) * scale
         decay = tl.load(decays + row * d_row + head)
         left, whole = tl.cumsum(decay, 0), tl.sum(decay, 0)
         grown = tl.exp(left)[:, None]
@@ -96,7 +98,9 @@ def _chunks_kernel(
         place = values + head * v_head + row[:, None] * v_row + column[None, :]
         value = tl.load(place, mask=real_column, other=0.0).to(tl.float32)
         square_of = (head * chunks + chunk) * (CHUNK * CHUNK) + square
-        update = product(tl.load(systems + square_of), value - grown * read)
+        if CORRECTS:
+            value -= grown * read
+        update = product(tl.load(systems + square_of), value)
         result = result * grown + product(tl.load(looks + square_of), update)
         place = out + (row[:, None] * heads + head) * VALUE + column[None, :]
         tl.store(place, result.to(out.dtype.element_ty), mask=real_column)
@@ -124,15 +128,17 @@ def chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
     looks = torch.empty_like(systems)
     out = torch.empty_like(rows.values, memory_format=torch.contiguous_format)
     of_rows = *rows.queries.stride()[:2], *rows.keys.stride()[:2]
-    named = {"KEY": key_dim, "CHUNK": chunk, "NUMBERS": _NUMBERS, "EPSILON": EPS, "num_warps": 4}
+    scale = key_dim**-0.5 if rows.corrects else 1.0
+    named = {"KEY": key_dim, "CHUNK": chunk, "NUMBERS": _NUMBERS, "CORRECTS": rows.corrects}
+    named |= {"EPSILON": EPS, "num_warps": 4}
     _systems_kernel[(count // chunk, heads)](
-        rows.queries, rows.keys, rows.decays, rows.rates, systems, looks, key_dim**-0.5, *of_rows,
+        rows.queries, rows.keys, rows.decays, rows.rates, systems, looks, scale, *of_rows,
         rows.decays.stride(0), rows.rates.stride(0), group, **named,
     )  # fmt: skip
     columns = min(_COLUMNS, max(16, next_power_of_2(value_dim)))
     _chunks_kernel[(cdiv(value_dim, columns), heads)](
         rows.queries, rows.keys, rows.values, rows.decays, systems, looks, state, out,
-        key_dim**-0.5, *of_rows, *rows.values.stride()[:2], rows.decays.stride(0), count // chunk,
+        scale, *of_rows, *rows.values.stride()[:2], rows.decays.stride(0), count // chunk,
         heads, group, VALUE=value_dim, COLUMNS=columns, **named,
     )  # fmt: skip
     return out

@@ -1,13 +1,15 @@
-"""The gated delta rule (Gated DeltaNet; Yang et al., 2025) over rows that may be a tree.
+"""The gated delta rule (Gated DeltaNet; Yang et al., 2025), and the recurrence of Mamba-2 (Dao and
+Gu, 2024), over rows that may be a tree.
 
 The state S [key_dim, value_dim] of a head becomes, with each row,
 
-    S' = a S + k u^T,   u = b (v - a S^T k),   out = S'^T q
+    S' = a S + k u^T,   out = S'^T q
 
-where `a` is the row's decay and `b` its rate; k has length 1, and q length key_dim ** -0.5. Of
-several rows, all `u` come from one triangular system, so S is read once and is not written. Rows
-leave their keys, updates `u` and decays behind, in which later rows find them, until they are
-folded into S.
+where `a` is the row's decay. By the delta rule, with the row's rate `b`, u = b (v - a S^T k); k has
+length 1, and q length key_dim ** -0.5. In Mamba-2, u = b v, and k and q are as they come. Of
+several rows, all `u` of the delta rule come from one triangular system, so S is read once and is
+not written. Rows leave their keys, updates `u` and decays behind, in which later rows find them,
+until they are folded into S.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class DeltaRows(NamedTuple):
     values: [rows, value_heads, value_dim]
     decays: logarithms of the decays, [rows, value_heads] float32
     rates: [rows, value_heads] float32
+    corrects: whether an update is what the state lacks of a value, as by the delta rule, and not
+        the value itself, as in Mamba-2
     """
 
     queries: torch.Tensor
@@ -39,28 +43,35 @@ class DeltaRows(NamedTuple):
     values: torch.Tensor
     decays: torch.Tensor
     rates: torch.Tensor
+    corrects: bool = True
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Queries, keys, values, decays and rates."""
+        return self[:5]
 
     def split(self, sizes: Sequence[int]) -> list[DeltaRows]:
         """Return the rows in parts of these sizes."""
-        parts = (each.split(sizes) for each in self)
-        return [DeltaRows(*part) for part in zip(*parts, strict=True)]
+        parts = (each.split(sizes) for each in self.tensors)
+        return [DeltaRows(*part, self.corrects) for part in zip(*parts, strict=True)]
 
     def normed(self) -> DeltaRows:
         """Return the rows with heads first, in float32: queries and keys [key_heads, rows,
-        key_dim], normed and scaled, values [value_heads, rows, value_dim], decays and rates
-        [value_heads, rows].
+        key_dim], by the delta rule normed and scaled, values [value_heads, rows, value_dim], decays
+        and rates [value_heads, rows].
         """
         queries, keys, values = (each.transpose(0, 1).float().contiguous() for each in self[:3])
-        keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + EPS)
-        queries = queries * torch.rsqrt(queries.square().sum(-1, keepdim=True) + EPS)
-        queries *= queries.shape[-1] ** -0.5
-        return DeltaRows(queries, keys, values, self.decays.T, self.rates.T)
+        if self.corrects:
+            keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + EPS)
+            queries = queries * torch.rsqrt(queries.square().sum(-1, keepdim=True) + EPS)
+            queries *= queries.shape[-1] ** -0.5
+        return DeltaRows(queries, keys, values, self.decays.T, self.rates.T, self.corrects)
 
 
 class LeftRows(NamedTuple):
     """What rows left behind, from which they are folded into the state.
 
-    keys: [key_heads, rows, key_dim] float32, of length 1
+    keys: [key_heads, rows, key_dim] float32, as `DeltaRows.normed` has them
     updates: `u` of each row, [value_heads, rows, value_dim] float32
     decays: logarithms of the decays, [value_heads, rows] float32
     """
@@ -184,11 +195,13 @@ def reference_rule(
     read = (both.unsqueeze(1) @ state.unflatten(0, (-1, group))).flatten(0, 1)
     read *= own.repeat(1, 2).exp_().unsqueeze(2)
     behind, rates = before.shape[1], normed.rates.unsqueeze(2)
-    targets = normed.values - read[:, :count]
-    if behind:
-        targets -= by_key[:, :, :behind] @ past.updates
-    updates = targets.mul_(rates)
-    if count > 1:
+    targets = normed.values
+    if rows.corrects:
+        targets = targets - read[:, :count]
+        if behind:
+            targets -= by_key[:, :, :behind] @ past.updates
+    updates = targets * rates
+    if rows.corrects and count > 1:
         system = by_key[:, :, behind:] * rates
         updates = torch.linalg.solve_triangular(system, updates, upper=False, unitriangular=True)
     out = read[:, count:] + by_query @ torch.cat((past.updates, updates), 1)
@@ -224,17 +237,21 @@ def reference_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.
     by_query = decayed.mul_((queries @ keys.transpose(2, 3)).repeat_interleave(group, 0))
     keys, queries = (each.repeat_interleave(group, 0) for each in (keys, queries))
     grown = total.exp().unsqueeze(3)
-    system = by_key.mul_(rates)
     # The updates without a state before the chunk, and how they depend on one.
-    solve = torch.linalg.solve_triangular
-    alone = solve(system, values * rates, upper=False, unitriangular=True)
-    depends = solve(system, keys * (rates * grown), upper=False, unitriangular=True)
+    alone, depends = values * rates, None
+    if rows.corrects:
+        system = by_key.mul_(rates)
+        solve = torch.linalg.solve_triangular
+        alone = solve(system, alone, upper=False, unitriangular=True)
+        depends = solve(system, keys * (rates * grown), upper=False, unitriangular=True)
     queries = queries.mul_(grown)
     keys = keys.mul_((total[:, :, -1:] - total).exp_().unsqueeze(3)).transpose(2, 3)
     whole = total[:, :, -1].exp()
     out = torch.empty_like(values)
     for index in range(values.shape[1]):
-        updates = torch.baddbmm(alone[:, index], depends[:, index], state, alpha=-1)
+        updates = alone[:, index]
+        if depends is not None:
+            updates = torch.baddbmm(updates, depends[:, index], state, alpha=-1)
         torch.bmm(queries[:, index], state, out=out[:, index])
         out[:, index].baddbmm_(by_query[:, index], updates)
         state.mul_(whole[:, index, None, None]).baddbmm_(keys[:, index], updates)

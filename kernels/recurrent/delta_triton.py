@@ -26,7 +26,7 @@ def _rule_kernel(
     q_row, q_head, k_row, k_head, v_row, v_head, d_row, r_row, s_row, lk_head, lu_head, ld_head,
     rows, before, heads, group, KEY: tl.constexpr, VALUE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, NUMBERS: tl.constexpr, EARLIER: tl.constexpr,
-    ON_DEVICE: tl.constexpr, TREE: tl.constexpr, EPSILON: tl.constexpr,
+    ON_DEVICE: tl.constexpr, TREE: tl.constexpr, CORRECTS: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key_head = head // group
@@ -40,8 +40,8 @@ def _rule_kernel(
     real, real_column = row < rows, column < VALUE
     here = real[:, None] & real_column[None, :]
     begin = tl.load(first) if ON_DEVICE else first
-    by_key = scale_of(keys, k_row, row, real, KEY, NUMBERS, EPSILON)
-    by_query = scale_of(queries, q_row, row, real, KEY, NUMBERS, EPSILON) * scale
+    by_key = scale_of(keys, k_row, row, real, KEY, NUMBERS, CORRECTS, EPSILON)
+    by_query = scale_of(queries, q_row, row, real, KEY, NUMBERS, CORRECTS, EPSILON) * scale
     decay = tl.load(decays + row * d_row + head, mask=real, other=0.0)
     rate = tl.load(rates + row * r_row + head, mask=real, other=0.0)
     # Logarithms of what is left, at each row, of what was there before all rows.
@@ -75,7 +75,9 @@ def _rule_kernel(
     value = tl.load(
         values + head * v_head + row[:, None] * v_row + column[None, :], mask=here, other=0.0
     )
-    target = value.to(tl.float32) - grown * target
+    found, target = grown * target, value.to(tl.float32)
+    if CORRECTS:
+        target -= found
     result *= grown
     done = 0.0
     for start in range(0, begin + before, EARLIER):
@@ -107,7 +109,8 @@ def _rule_kernel(
             left_updates + place[:, None] * VALUE + column[None, :],
             mask=known[:, None] & real_column[None, :], other=0.0,
         )  # fmt: skip
-        target -= product(keyed * weight, update)
+        if CORRECTS:
+            target -= product(keyed * weight, update)
         result += product(looked * weight, update)
     if TREE:
         pair = real[:, None] & real[None, :]
@@ -119,10 +122,11 @@ def _rule_kernel(
     system = tl.where(strict, system * weight * rate[:, None], 0.0)
     update = target * rate[:, None]
     # Forward substitution: a row's update depends on those of rows before it.
-    for index in range(1, tl.minimum(ROWS, rows - before)):
-        line = tl.sum(tl.where(inside[:, None] == index, system, 0.0), 0)
-        change = tl.sum(line[:, None] * update, 0)
-        update = tl.where(inside[:, None] == index, update - change[None, :], update)
+    if CORRECTS:
+        for index in range(1, tl.minimum(ROWS, rows - before)):
+            line = tl.sum(tl.where(inside[:, None] == index, system, 0.0), 0)
+            change = tl.sum(line[:, None] * update, 0)
+            update = tl.where(inside[:, None] == index, update - change[None, :], update)
     result += product(looks * weight, update)
     tl.store(out + (row[:, None] * heads + head) * VALUE + column[None, :], result, mask=here)
     tl.store(left_updates + (begin + row)[:, None] * VALUE + column[None, :], update, mask=here)
@@ -145,15 +149,16 @@ def rule(
         sums = rows.decays.cumsum(0)
     out = torch.empty_like(rows.values, memory_format=torch.contiguous_format)
     columns = min(_COLUMNS, max(16, next_power_of_2(value_dim)))
+    scale = key_dim**-0.5 if rows.corrects else 1.0
     for before in range(0, count, _ROWS):
         _rule_kernel[(cdiv(value_dim, columns), heads)](
-            *rows, sums, state, *left, first, visible, out, key_dim**-0.5,
+            *rows.tensors, sums, state, *left, first, visible, out, scale,
             *rows.queries.stride()[:2], *rows.keys.stride()[:2], *rows.values.stride()[:2],
             rows.decays.stride(0), rows.rates.stride(0), sums.stride(0),
             left.keys.stride(0), left.updates.stride(0), left.decays.stride(0),
             count, before, heads, heads // rows.keys.shape[1], KEY=key_dim, VALUE=value_dim,
             ROWS=_ROWS, COLUMNS=columns, NUMBERS=_NUMBERS, EARLIER=_EARLIER,
-            ON_DEVICE=isinstance(first, torch.Tensor), TREE=visible is not None, EPSILON=EPS,
-            num_warps=4,
+            ON_DEVICE=isinstance(first, torch.Tensor), TREE=visible is not None,
+            CORRECTS=rows.corrects, EPSILON=EPS, num_warps=4,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Gates of Gated DeltaNet: decays and rates of its rows, and the norm of what it gives."""
+"""Gates of linear attention: decays and rates of its rows, and the norm of what it gives."""
 
 from __future__ import annotations
 
@@ -63,6 +63,38 @@ def gated_norm(
     return implementation("gated_norm", x.device)(x, weight, gate, eps)
 
 
+def norm_of_gated(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, groups: int
+) -> torch.Tensor:
+    """Return the RMS norm of each group of x times SiLU of its gate, [rows, width] in the gate's
+    dtype. The norm is in float32, and rounded before it is multiplied by its weights.
+
+    x: [rows, width] float32, contiguous
+    weight: [width]
+    gate: [rows, width]
+    eps: what is added to the mean of squares
+    groups: number of groups of neighbouring columns
+
+    Raises ValueError for inputs that do not fit.
+    """
+    rows, width = x.shape
+    require(
+        "norm_of_gated",
+        alike(weight, gate)
+        and x.dtype == torch.float32
+        and x.device == gate.device
+        and x.is_contiguous()
+        and weight.shape == (width,)
+        and gate.shape == (rows, width)
+        and width % groups == 0,
+        x=x,
+        weight=weight,
+        gate=gate,
+        groups=groups,
+    )
+    return implementation("norm_of_gated", x.device)(x, weight, gate, eps, groups)
+
+
 def reference_gates(
     decays: torch.Tensor, rates: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,3 +106,11 @@ def reference_norm(
 ) -> torch.Tensor:
     normed = rms_norm(x, weight, eps)
     return (normed.flatten(1) * silu(gate.float())).to(x.dtype)
+
+
+def reference_norm_of_gated(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, groups: int
+) -> torch.Tensor:
+    each = (x * silu(gate.float())).unflatten(1, (groups, -1))
+    normed = rms_norm(each, each.new_ones(each.shape[-1]), eps)
+    return normed.flatten(1).to(gate.dtype) * weight

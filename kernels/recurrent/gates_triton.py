@@ -63,3 +63,32 @@ def norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) 
         WIDTH=next_power_of_2(size), num_warps=1,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _gated_kernel(
+    x, weight, gate, out, g_row, groups, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr
+):
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    number = tl.arange(0, WIDTH)
+    real, column = number < SIZE, group * SIZE + number
+    place = row * (groups * SIZE) + column
+    opened = tl.load(gate + row * g_row + column, mask=real, other=0.0)
+    exact = opened.to(tl.float32)
+    exact *= tl.sigmoid(exact) * tl.load(x + place, mask=real, other=0.0)
+    exact *= tl.rsqrt(tl.sum(exact * exact, 0) / SIZE + eps)
+    factor = tl.load(weight + column, mask=real, other=0.0)
+    tl.store(out + place, exact.to(opened.dtype) * factor, mask=real)
+
+
+def norm_of_gated(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, groups: int
+) -> torch.Tensor:
+    rows, width = x.shape
+    out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    size = width // groups
+    _gated_kernel[(rows, groups)](
+        x, weight, gate, out, gate.stride(0), groups, eps, SIZE=size,
+        WIDTH=next_power_of_2(size), num_warps=1 if size <= 512 else 8,
+    )  # fmt: skip
+    return out

@@ -1,4 +1,4 @@
-"""Heads of rows as the gated delta rule takes them, in float32."""
+"""Heads of rows as recurrences take them, in float32."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ def product(left, right):
 
 @triton.jit
 def scale_of(
-    base, stride, row, real, KEY: tl.constexpr, NUMBERS: tl.constexpr, EPSILON: tl.constexpr
+    base, stride, row, real, KEY: tl.constexpr, NUMBERS: tl.constexpr, CORRECTS: tl.constexpr,
+    EPSILON: tl.constexpr,
 ):  # fmt: skip
-    """Return what gives heads of rows length 1, [rows]."""
-    squares = tl.zeros([row.shape[0]], dtype=tl.float32)
-    for start in range(0, KEY, NUMBERS):
-        number = start + tl.arange(0, NUMBERS)
-        here = real[:, None] & (number < KEY)[None, :]
-        part = tl.load(base + row[:, None] * stride + number[None, :], mask=here, other=0.0)
-        part = part.to(tl.float32)
-        squares += tl.sum(part * part, 1)
-    return tl.rsqrt(squares + EPSILON)
+    """Return what gives heads of rows length 1, [rows]; 1 where they stay as they are."""
+    scale = tl.full([row.shape[0]], 1.0, dtype=tl.float32)
+    if CORRECTS:
+        squares = tl.zeros([row.shape[0]], dtype=tl.float32)
+        for start in range(0, KEY, NUMBERS):
+            number = start + tl.arange(0, NUMBERS)
+            here = real[:, None] & (number < KEY)[None, :]
+            part = tl.load(base + row[:, None] * stride + number[None, :], mask=here, other=0.0)
+            part = part.to(tl.float32)
+            squares += tl.sum(part * part, 1)
+        scale = tl.rsqrt(squares + EPSILON)
+    return scale
 
 
 @triton.jit

@@ -239,7 +239,8 @@ def launch_recurrent(dtype: torch.dtype) -> None:
     state, left = torch.empty(48, 128, 128), torch.empty(48, 128, 128)
     heads = torch.empty(64, 80, 128, dtype=dtype).split((16, 16, 48), 1)
     gates = torch.empty(2, 64, 48)
-    delta_chunks(DeltaRows(*heads, *gates), state, 32)
+    for corrects in (True, False):
+        delta_chunks(DeltaRows(*heads, *gates, corrects), state, 32)
     for count, first in ((1, torch.zeros(1, dtype=torch.int64)), (17, 5), (65, 5)):
         heads = torch.empty(count, 80, 128, dtype=dtype).split((16, 16, 48), 1)
         joint, each = torch.empty(count, 96, dtype=dtype), torch.empty(48)
@@ -248,7 +249,9 @@ def launch_recurrent(dtype: torch.dtype) -> None:
         gate = torch.empty(count, 48 * 128, dtype=dtype)
         gated_norm(heads[2].contiguous(), gate[0, :128].contiguous(), gate, 1e-6)
         seen = None if count == 17 else torch.ones(count, count, dtype=torch.bool)
-        delta_rule(rows, state, LeftRows(left[:16], left, left[..., 0].contiguous()), first, seen)
+        room = LeftRows(left[:16], left, left[..., 0].contiguous())
+        for corrects in (True, False):
+            delta_rule(rows._replace(corrects=corrects), state, room, first, seen)
 
 
 def launch_coded(dtype: torch.dtype) -> None:

@@ -1,5 +1,5 @@
-"""Short convolutions and the gated delta rule, held against the recurrence row by row in float64:
-chains and trees, rows in several steps, before and after they are folded.
+"""Short convolutions, the gated delta rule and Mamba-2, held against the recurrence row by row in
+float64: chains and trees, rows in several steps, before and after they are folded.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ ROOM = 60
 SHAPES = [(2, 6, 16, 24), (1, 1, 40, 8), (2, 2, 128, 64)]
 
 
-def drawn_rows(draw, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> DeltaRows:
+# Whether updates are corrected by what the state holds: the delta rule, and Mamba-2.
+CORRECTS = pytest.mark.parametrize("corrects", [True, False])
+
+
+def drawn_rows(
+    draw, count: int, shape: tuple[int, ...], dtype: torch.dtype, corrects: bool = True
+) -> DeltaRows:
     key_heads, value_heads, key_dim, value_dim = shape
     queries, keys = (draw(count, key_heads, key_dim, dtype=dtype) for _ in range(2))
     decays = -draw(count, value_heads).abs() / 4
     rates = draw(count, value_heads).sigmoid()
-    return DeltaRows(queries, keys, draw(count, value_heads, value_dim, dtype=dtype), decays, rates)
+    values = draw(count, value_heads, value_dim, dtype=dtype)
+    return DeltaRows(queries, keys, values, decays, rates, corrects)
 
 
 def room(shape: tuple[int, ...]) -> LeftRows:
@@ -40,16 +47,20 @@ def one_by_one(
     """The recurrence in float64: the output of each row, and the state after it."""
     states, outs = [], []
     for row, parent in enumerate(parents):
-        query, key, value, decay, rate = (each[row].double() for each in rows)
-        query, key = (
-            each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6) for each in (query, key)
-        )
+        query, key, value, decay, rate = (each[row].double() for each in rows.tensors)
+        if rows.corrects:
+            query, key = (
+                each * torch.rsqrt(each.square().sum(-1, keepdim=True) + 1e-6)
+                for each in (query, key)
+            )
+            query *= query.shape[1] ** -0.5
         group = len(value) // len(key)
         query, key = (each.repeat_interleave(group, 0) for each in (query, key))
         held = (states[parent] if parent >= 0 else state.double()) * decay.exp()[:, None, None]
-        update = rate[:, None] * (value - torch.einsum("hkv,hk->hv", held, key))
+        found = torch.einsum("hkv,hk->hv", held, key) if rows.corrects else 0
+        update = rate[:, None] * (value - found)
         states.append(held + key.unsqueeze(2) * update.unsqueeze(1))
-        outs.append(torch.einsum("hkv,hk->hv", states[-1], query) * query.shape[1] ** -0.5)
+        outs.append(torch.einsum("hkv,hk->hv", states[-1], query))
     return torch.stack(outs), states
 
 
@@ -70,11 +81,12 @@ def tree(count: int) -> list[int]:
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("on_device", [False, True])
-def test_steps_of_rows_are_the_recurrence(backend, draw, shape, on_device, dtype) -> None:
+@CORRECTS
+def test_steps_of_rows_are_the_recurrence(backend, draw, corrects, shape, on_device, dtype) -> None:
     """A chain in steps of several sizes, all over one state."""
     state = draw(shape[1], shape[2], shape[3]) / 4
     before, sizes = state.clone(), (1, 7, 20, 2)
-    rows, left = drawn_rows(draw, sum(sizes), shape, dtype), room(shape)
+    rows, left = drawn_rows(draw, sum(sizes), shape, dtype, corrects), room(shape)
     first, outs = 0, []
     for part in rows.split(sizes):
         begin = torch.tensor([first], device=DEVICE) if on_device else first
@@ -91,9 +103,13 @@ def test_steps_of_rows_are_the_recurrence(backend, draw, shape, on_device, dtype
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("count", [2, 17, 33])
-def test_any_path_of_a_tree_folds_to_the_recurrence_over_it(backend, draw, shape, count) -> None:
+@CORRECTS
+def test_any_path_of_a_tree_folds_to_the_recurrence_over_it(
+    backend, draw, corrects, shape, count
+) -> None:
     state, behind = draw(shape[1], shape[2], shape[3]) / 4, 5
-    rows, left, parents = drawn_rows(draw, behind + count, shape, torch.float32), room(shape), None
+    rows = drawn_rows(draw, behind + count, shape, torch.float32, corrects)
+    left = room(shape)
     some, more = rows.split((behind, count))
     delta_rule(some, state, left, 0)
     parents = tree(count)
@@ -116,9 +132,10 @@ def test_any_path_of_a_tree_folds_to_the_recurrence_over_it(backend, draw, shape
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("count", "chunk"), [(32, 32), (96, 32), (48, 16), (24, 8)])
 @pytest.mark.parametrize("dtype", INTERPRETED)
-def test_chunks_are_the_recurrence(backend, draw, shape, count, chunk, dtype) -> None:
+@CORRECTS
+def test_chunks_are_the_recurrence(backend, draw, corrects, shape, count, chunk, dtype) -> None:
     state = draw(shape[1], shape[2], shape[3]) / 4
-    rows = drawn_rows(draw, count, shape, dtype)
+    rows = drawn_rows(draw, count, shape, dtype, corrects)
     exact, states = one_by_one(rows, state, list(range(-1, count - 1)))
     assert_near(delta_chunks(rows, state, chunk), exact, TOLERANCE[dtype])
     assert_near(state, states[-1], TOLERANCE[torch.float32])

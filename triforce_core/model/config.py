@@ -226,7 +226,7 @@ class ModelConfig(Described):
     @property
     def in_words(self) -> str:
         """The model's shape in words, which does not depend on the file format."""
-        mixer, mlp = self.attention, self.layers[-1].mlp
+        mixer, mlp = self.attention, next(spec.mlp for spec in self.layers[::-1] if spec.mlp.width)
         return (
             f"{len(self.layers)} layers of {self.hidden} and {mlp.in_words}, {mixer.heads} heads "
             f"over {mixer.kv_heads} of {mixer.head_dim}, vocabulary of {self.vocab}"

@@ -81,8 +81,8 @@ class CacheElsewhere:
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""
-        out = self._cache.recur(layer, DeltaRows(*map(self._here, rows)), batch)
-        return moved(out, rows.values.device)
+        here = DeltaRows(*map(self._here, rows.tensors), rows.corrects)
+        return moved(self._cache.recur(layer, here, batch), rows.values.device)
 
     def _attended(
         self,

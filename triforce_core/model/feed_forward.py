@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import ClassVar
 
 from triforce_offload.errors import CheckpointError
 
@@ -45,14 +46,22 @@ class Activation(Enum):
     GELU_TANH = "gelu_pytorch_tanh"
     # Of gpt-oss, which calls it "silu" too: clamped, and the up projection is increased by 1.
     CLAMPED = "clamped"
+    # The square of what is above 0, of an up projection without a gate.
+    RELU2 = "relu2"
+
+    @property
+    def projections(self) -> int:
+        """Number of projections that an MLP has before it: gate and up, or up alone."""
+        return 1 if self is Activation.RELU2 else 2
 
 
 @dataclass(frozen=True, repr=False)
 class DenseMLP(Described):
-    """A gated MLP (Shazeer, 2020) over every token.
+    """An MLP over every token, usually a gated one (Shazeer, 2020).
 
     width: number of columns of the gate, and of the up projection
-    activation: what the gate goes through before it multiplies the up projection
+    activation: what the gate goes through before it multiplies the up projection; without a gate,
+        what the up projection goes through, which "gate_up" then is alone
     """
 
     _NEWER = frozenset({"activation"})
@@ -62,7 +71,8 @@ class DenseMLP(Described):
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the MLP's tensors. hidden: width of the model"""
-        return {"gate_up": (2 * self.width, hidden), "down": (hidden, self.width)}
+        rows = self.activation.projections * self.width
+        return {"gate_up": (rows, hidden), "down": (hidden, self.width)}
 
     def products(self, hidden: int) -> Shapes:
         """Return the shapes of the matrices that a token is multiplied by, by tensor."""
@@ -81,6 +91,24 @@ class DenseMLP(Described):
     @property
     def in_words(self) -> str:
         return f"{self.width}"
+
+
+@dataclass(frozen=True)
+class NoMLP:
+    """No MLP: the mixer of the next layer follows (Nemotron-H)."""
+
+    width: ClassVar[int] = 0
+    active: ClassVar[int] = 0
+    columns: ClassVar[int] = 0
+    in_words: ClassVar[str] = "no MLP"
+
+    def shapes(self, hidden: int) -> Shapes:
+        """DenseMLP.shapes."""
+        return {}
+
+    def products(self, hidden: int) -> Shapes:
+        """DenseMLP.products."""
+        return {}
 
 
 class Scores(Enum):
@@ -122,7 +150,8 @@ class Experts:
     for each token, whose outputs are summed with its weights.
 
     The matrices of all experts stand one above the other: "experts_gate_up" has the gate and the up
-    projection of the first one, then those of the second, ...
+    projection of the first one, then those of the second, ... Activations without a gate have up
+    projections alone, as in `DenseMLP`.
 
     width: number of columns of each expert
     shared: number of columns of the expert that every token goes through, 0 for none
@@ -160,7 +189,7 @@ class Experts:
         shapes: Shapes = {"router": (self.count, hidden)}
         if self.router.biased:
             shapes["router_bias"] = (self.count,)
-        shapes["experts_gate_up"] = (self.count * 2 * self.width, hidden)
+        shapes["experts_gate_up"] = (self.count * self.rows, hidden)
         shapes["experts_down"] = (self.count * hidden, self.width)
         if self.router.linear_bias:
             shapes["router_linear_bias"] = (self.count,)
@@ -169,7 +198,7 @@ class Experts:
             shapes["experts_up_bias"] = (self.count, self.width)
             shapes["experts_down_bias"] = (self.count, hidden)
         if self.shared:
-            shapes |= DenseMLP(self.shared).shapes(hidden)
+            shapes |= DenseMLP(self.shared, self.activation).shapes(hidden)
         if self.gated_shared:
             shapes["shared_gate"] = (1, hidden)
         return shapes
@@ -177,9 +206,14 @@ class Experts:
     def products(self, hidden: int) -> Shapes:
         """DenseMLP.products, in which the tensors of the experts stand for one expert's."""
         return self.shapes(hidden) | {
-            "experts_gate_up": (2 * self.width, hidden),
+            "experts_gate_up": (self.rows, hidden),
             "experts_down": (hidden, self.width),
         }
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that an expert has in "experts_gate_up"."""
+        return self.activation.projections * self.width
 
     @property
     def columns(self) -> int:
@@ -215,4 +249,4 @@ class ExpertsBeside(Experts):
         }
 
 
-MLP = DenseMLP | Experts
+MLP = DenseMLP | Experts | NoMLP

@@ -37,7 +37,7 @@ class FusedLayer:
     after: takes what the mixer returns, and adds its output and the MLP's to hidden states
 
     Both are None unless norms and biases are float32 and there are kernels for all matrices.
-    `after` is None, too, if the MLP has experts or does not follow the mixer.
+    `after` is None, too, if the MLP has experts or no gate, or does not follow the mixer.
     """
 
     before: Sequence | None = None
@@ -60,7 +60,8 @@ class FusedLayer:
 
 def _after(spec: LayerSpec, norm: Norm, w: Views) -> Sequence | None:
     scaled = spec.residual_scale != 1 and spec.norms.after
-    if not isinstance(spec.mlp, DenseMLP) or spec.parallel or scaled:
+    gated = isinstance(spec.mlp, DenseMLP) and spec.mlp.activation in _OPERATIONS
+    if not gated or spec.parallel or scaled:
         return None
     after, width = Sequence(), spec.mlp.width
     mixed = after.given(w["o"].shape[1])
@@ -78,11 +79,11 @@ def _after(spec: LayerSpec, norm: Norm, w: Views) -> Sequence | None:
             after.product(rows, w[matrix], hidden, w.get(bias), adds=True, factor=factor)
 
     added(mixed, "o", "o_bias", "mixer_norm")
-    gate_up, gated = after.own(2 * width), after.own(width)
+    gate_up, activated = after.own(2 * width), after.own(width)
     normed = _normed(after, norm, hidden, w, "post_norm", room)
     after.product(normed, w["gate_up"], gate_up)
-    after.gated(gate_up, gated, _OPERATIONS[spec.mlp.activation])
-    added(gated, "down", "", "mlp_norm")
+    after.gated(gate_up, activated, _OPERATIONS[spec.mlp.activation])
+    added(activated, "down", "", "mlp_norm")
     return after
 
 

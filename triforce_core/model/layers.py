@@ -121,19 +121,16 @@ class Attention(Described):
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """Gated DeltaNet (Yang et al., 2025): a short convolution of queries, keys and values, and the
-    gated delta rule over them (`triforce_kernels/recurrent/delta`).
+class LinearAttention:
+    """A short convolution of queries, keys and values, and a recurrence over them
+    (`triforce_kernels/recurrent/delta`).
 
-    The first matrix, "qkv", projects queries, keys, values, output gates, rates and decays.
     "decay" is the factor of what the decays go through, below 0.
 
     key_heads: number of query and key heads; a group of value heads shares each
     value_heads: number of value heads, each with a state
     key_dim, value_dim: sizes of the heads
     taps: number of tokens that the convolution sees, a token's own included
-    tiled_output: whether the columns of "o" are in the order of GGUF files: the first value head of
-        every key head, then the second of every one, ...
     """
 
     key_heads: int
@@ -141,7 +138,6 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     taps: int
-    tiled_output: bool = False
     keeps: ClassVar[Keeps] = Keeps.STATE
 
     def __post_init__(self) -> None:
@@ -166,6 +162,19 @@ class DeltaNet:
         """Number of channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
+
+@dataclass(frozen=True)
+class DeltaNet(LinearAttention):
+    """Gated DeltaNet (Yang et al., 2025): linear attention by the gated delta rule.
+
+    The first matrix, "qkv", projects queries, keys, values, output gates, rates and decays.
+
+    tiled_output: whether the columns of "o" are in the order of GGUF files: the first value head of
+        every key head, then the second of every one, ...
+    """
+
+    tiled_output: bool = False
+
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""
         return {
@@ -179,12 +188,39 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class Mamba2(LinearAttention):
+    """Mamba-2 (Dao and Gu, 2024), whose inputs x, B and C are values, keys and queries, and whose
+    groups are key heads.
+
+    The first matrix, "qkv", projects queries, keys, values, output gates and steps, which are rates
+    and give decays. "skip" is the factor of the values that are added to the output. "head_norm"
+    norms what the gates leave of a group of heads.
+
+    conv_bias: whether the convolution has a bias
+    """
+
+    conv_bias: bool = True
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shapes of the mixer's tensors. hidden: width of the model"""
+        heads = (self.value_heads,)
+        return {
+            "qkv": (self.channels + self.values + self.value_heads, hidden),
+            "conv": (self.channels, 1, self.taps),
+            **({"conv_bias": (self.channels,)} if self.conv_bias else {}),
+            **{"decay": heads, "decay_bias": heads, "skip": heads},
+            "head_norm": (self.values,),
+            "o": (hidden, self.values),
+        }
+
+
+@dataclass(frozen=True)
 class ShortConv:
     """A gated short convolution (LFM2; Liquid AI, 2025): of three projections, the product of the
     first and the third is convolved and multiplied by the second.
 
     channels: number of columns of each projection
-    taps: as in DeltaNet
+    taps: as in LinearAttention
     bias: whether the projections and the convolution have a bias
     """
 
@@ -207,12 +243,12 @@ class ShortConv:
 
 
 # Mixers that keep a state instead of the KV of tokens.
-Recurrent = DeltaNet | ShortConv
+Recurrent = DeltaNet | Mamba2 | ShortConv
 Mixer = Attention | Recurrent
 # Small tensors that are kept in float32, whatever the dtype and the format of the others.
 FLOAT32_PARTS = frozenset(
     {
-        *("decay", "decay_bias", "router", "router_bias", "shared_gate"),
+        *("decay", "decay_bias", "skip", "router", "router_bias", "shared_gate"),
         *("router_scale", "expert_scale", "sinks"),
         *("router_linear_bias", "experts_gate_bias", "experts_up_bias", "experts_down_bias"),
     }
@@ -278,9 +314,9 @@ class LayerSpec(Described):
             "input_norm": before,
             **self.mixer.shapes(hidden),
             "mixer_norm": after,
-            "post_norm": None if self.parallel else before,
+            "post_norm": None if self.parallel or not self.mlp.width else before,
             **self.mlp.shapes(hidden),
-            "mlp_norm": after,
+            "mlp_norm": after if self.mlp.width else None,
             "output_scale": (1,) if self.output_scale else None,
         }
         found = {name: shape for name, shape in shapes.items() if shape is not None}

@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, ShortConv
+from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, Mamba2, ShortConv
 from triforce_core.model.norms import Norm
 from triforce_kernels.attention.attention import Softmax
 from triforce_kernels.elementwise import sigmoid, softplus
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
-from triforce_kernels.recurrent.gates import delta_gates, gated_norm
+from triforce_kernels.recurrent.gates import delta_gates, gated_norm, norm_of_gated
 from triforce_kernels.weights.linear import linear
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.ranks import Ranks
@@ -153,6 +153,42 @@ class DeltaNetMixer:
         return gated
 
 
+class Mamba2Mixer:
+    """Mamba-2, through a cache that keeps the inputs of the convolution and the state.
+
+    Steps are not clamped, as in mamba_ssm, vLLM and llama.cpp.
+    """
+
+    def __init__(self, spec: Mamba2, norm: Norm, place: int) -> None:
+        """place: index among the recurrent layers"""
+        self._spec = spec
+        self._norm = norm
+        self._place = place
+
+    def __call__(
+        self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """MixerLayer.__call__."""
+        spec = self._spec
+        inputs, gate, steps = projected.split((spec.channels, spec.values, spec.value_heads), 1)
+        convolution = Convolution(w["conv"], w.get("conv_bias"), activates=True)
+        mixed = cache.convolve(self._place, inputs, convolution, batch).float()
+        queries, keys, values = mixed.split((spec.keys, spec.keys, spec.values), 1)
+        values = values.unflatten(1, (-1, spec.value_dim))
+        rates = softplus(steps.float() + w["decay_bias"])
+        rows = DeltaRows(
+            queries.unflatten(1, (-1, spec.key_dim)),
+            keys.unflatten(1, (-1, spec.key_dim)),
+            values,
+            rates * w["decay"],
+            rates,
+            corrects=False,
+        )
+        out = cache.recur(self._place, rows, batch)
+        out += values * w["skip"][:, None]
+        return norm_of_gated(out.flatten(1), w["head_norm"], gate, self._norm.eps, spec.key_heads)
+
+
 class ShortConvMixer:
     """A gated short convolution, through a cache that keeps its inputs."""
 
@@ -183,5 +219,6 @@ def mixer_layer(spec: LayerSpec, norm: Norm, place: int, ranks: Ranks) -> MixerL
 
 _RECURRENT: dict[type, Callable[..., MixerLayer]] = {
     DeltaNet: DeltaNetMixer,
+    Mamba2: Mamba2Mixer,
     ShortConv: ShortConvMixer,
 }

@@ -13,6 +13,7 @@ from triforce_core.model.feed_forward import (
     DenseMLP,
     Experts,
     ExpertsBeside,
+    NoMLP,
     Scores,
 )
 from triforce_core.model.layers import LayerSpec
@@ -25,10 +26,16 @@ from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
 from triforce_offload.weights.layouts import Views
 
+
+def _squared_relu(up: torch.Tensor) -> torch.Tensor:
+    return torch.relu(up).square_()
+
+
 _GATED = {
     Activation.SILU: swiglu,
     Activation.GELU_TANH: geglu,
     Activation.CLAMPED: clamped_swiglu,
+    Activation.RELU2: _squared_relu,
 }
 
 
@@ -42,8 +49,8 @@ class MLPLayer(Protocol):
         """
 
 
-class GatedMLP:
-    """A gated MLP over every token."""
+class WholeMLP:
+    """An MLP over every token."""
 
     def __init__(self, spec: DenseMLP, norm: Norm) -> None:
         self._gated = _GATED[spec.activation]
@@ -117,17 +124,24 @@ class ExpertsBesideMLP(ExpertsMLP):
         return dense.add_(norm(experts, w["experts_out_norm"]))
 
 
+def _no_mlp(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+    hidden += mixed
+
+
 def mlp_layer(
     spec: LayerSpec, norm: Norm
-) -> Callable[[Views, torch.Tensor, torch.Tensor], torch.Tensor]:
+) -> Callable[[Views, torch.Tensor, torch.Tensor], torch.Tensor | None]:
     """Return the computation of a layer's MLP with its norm.
 
     It takes the layer's tensors, the hidden states before the norm and what the mixer adds to them,
-    [rows, hidden] each, which it adds in place. It returns the MLP's output, [rows, hidden].
+    [rows, hidden] each, which it adds in place. It returns the MLP's output, [rows, hidden], or
+    None if the layer has no MLP.
     """
+    if isinstance(spec.mlp, NoMLP):
+        return _no_mlp
     mlp: MLPLayer = _KINDS[type(spec.mlp)](spec.mlp, norm)
 
-    def layer(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    def layer(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor | None:
         if spec.parallel:
             normed = norm(hidden, w["input_norm"])
             hidden += mixed
@@ -141,7 +155,7 @@ def mlp_layer(
 
 
 _KINDS: dict[type, Callable[..., MLPLayer]] = {
-    DenseMLP: GatedMLP,
+    DenseMLP: WholeMLP,
     Experts: ExpertsMLP,
     ExpertsBeside: ExpertsBesideMLP,
 }

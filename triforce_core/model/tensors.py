@@ -10,7 +10,7 @@ from math import prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS, EXPERT_TENSORS
-from triforce_core.model.layers import FLOAT32_PARTS, DeltaNet, ShortConv
+from triforce_core.model.layers import FLOAT32_PARTS, LinearAttention, ShortConv
 from triforce_core.model.sharing.share import Pieces
 from triforce_kernels import limits
 from triforce_kernels.weights.block_types import BlockType
@@ -315,7 +315,7 @@ def state_shape(config: ModelConfig, dtype: ElementType) -> StateShape | None:
     """Return the shape of the states of recurrent layers, None if there are none."""
     layers = len(config.recurrent_layers)
     match config.recurrent:
-        case DeltaNet() as mixer:
+        case LinearAttention() as mixer:
             heads = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
             return StateShape(layers, mixer.channels, mixer.taps, dtype, *heads)
         case ShortConv() as mixer:

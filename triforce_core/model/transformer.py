@@ -267,8 +267,9 @@ class Model:
             return
         mixed = self.ranks.sum(linear(mixed, w["o"], w.get("o_bias")))
         mixed = self._added(spec, w.get("mixer_norm"), mixed)
-        computed = self.ranks.sum(self._mlps[index](w, hidden, mixed))
-        hidden += self._added(spec, w.get("mlp_norm"), computed)
+        computed = self._mlps[index](w, hidden, mixed)
+        if computed is not None:
+            hidden += self._added(spec, w.get("mlp_norm"), self.ranks.sum(computed))
 
     def _fused(self, index: int, w: Views) -> FusedLayer:
         """Return the computations around the mixer that a processor makes at once."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
-from triforce_core.model.layers import Attention, DeltaNet, Mixer, Recurrent
+from triforce_core.model.layers import Attention, LinearAttention, Mamba2, Mixer, Recurrent
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.limits import (
     CAPPED_KEYS,
@@ -99,6 +99,8 @@ def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int, by_host: bool)
     results; the results of all, their sums and the input in float32, and the scores of all experts.
     Compiled kernels choose without temporaries, and what is float32 is not copied.
     """
+    if not mlp.width:
+        return 0
     if not isinstance(mlp, Experts):
         return tokens * (hidden * 2 + mlp.width * 3) * itemsize
     widest = max(mlp.width, mlp.shared)
@@ -153,6 +155,9 @@ def _recurrent_bytes(
     projected, mixed = mixer.shapes(hidden)["qkv"][0], mixer.shapes(hidden)["o"][1]
     channels = (2 if by_host else 3) * mixer.channels
     nbytes = tokens * (2 * hidden + projected + channels + 2 * mixed) * itemsize
+    if isinstance(mixer, Mamba2):
+        # Results of the convolution in float32, outputs, and what is added to them and gates them.
+        nbytes += tokens * (mixer.channels + 3 * mixer.values) * 4
     return nbytes + 2 * (MOST_HELD + mixer.taps) * mixer.channels * itemsize
 
 
@@ -211,7 +216,7 @@ def _delta_bytes(mixer: Recurrent, rows: int, seen: int, by_host: bool) -> int:
     `seen` rows that each row sees, by key and by query. Compiled kernels take none of these
     products.
     """
-    if not isinstance(mixer, DeltaNet):
+    if not isinstance(mixer, LinearAttention):
         return 0
     wide, heads = mixer.key_heads * mixer.key_dim, mixer.value_heads
     if by_host:

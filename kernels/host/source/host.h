@@ -128,9 +128,9 @@ typedef struct {
         value_head, value_row;
 } Rope;
 
-/* Rows of the gated delta rule, and a state [heads, key_dim, value_dim] before them.
+/* Rows of the gated delta rule or of Mamba-2, and a state [heads, key_dim, value_dim] before them.
 
-   queries, keys [heads / group, rows, key_dim]: normed
+   queries, keys [heads / group, rows, key_dim]: by the delta rule normed
    values, out [heads, rows, value_dim]; rates, logarithms of decays [heads, rows]
    past_keys, past_updates, past_decays: `past` rows between the state and the first row; ..._head:
        numbers from a head to the next
@@ -138,13 +138,14 @@ typedef struct {
        head to the next
    visible: which rows each row follows, [rows, rows], of a tree; NULL if each follows the one
        before it
-   advances: whether the state becomes the one after the last row; else it stays. Not for trees */
+   advances: whether the state becomes the one after the last row; else it stays. Not for trees
+   corrects: whether an update is what the state lacks of a value, or the value itself */
 typedef struct {
     float *state, *out, *updates;
     const float *queries, *keys, *values, *decays, *rates, *past_keys, *past_updates, *past_decays;
     const uint8_t *visible;
     int64_t heads, group, rows, past, key_dim, value_dim, past_keys_head, past_updates_head,
-        past_decays_head, updates_head, advances;
+        past_decays_head, updates_head, advances, corrects;
 } Rule;
 
 /* The kernels of one make of vector units.

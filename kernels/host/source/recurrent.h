@@ -1,6 +1,6 @@
-/* The gated delta rule (Gated DeltaNet; Yang et al., 2025), row after row, in float32: each row has
-   the same bits whether the rows before it are in the state, were left behind by earlier passes, or
-   come with it. */
+/* The gated delta rule (Gated DeltaNet; Yang et al., 2025) and the recurrence of Mamba-2 (Dao and
+   Gu, 2024), row after row, in float32: each row has the same bits whether the rows before it are
+   in the state, were left behind by earlier passes, or come with it. */
 #pragma once
 
 #include <math.h>
@@ -26,10 +26,14 @@ INLINE void compute_row(const Rule *r, int64_t head, int64_t row, const float *f
     float decay = expf(r->decays[place]), rate = r->rates[place];
     float *out = r->out + place * width;
     float *update = r->updates + head * r->updates_head + row * width;
-    memset(update, 0, sizeof(float) * width);
-    for (int64_t i = 0; i < r->key_dim; i++)
-        for (int64_t j = 0; j < width; j++) update[j] += key[i] * from[i * width + j];
-    for (int64_t j = 0; j < width; j++) update[j] = rate * (value[j] - decay * update[j]);
+    if (r->corrects) {
+        memset(update, 0, sizeof(float) * width);
+        for (int64_t i = 0; i < r->key_dim; i++)
+            for (int64_t j = 0; j < width; j++) update[j] += key[i] * from[i * width + j];
+        for (int64_t j = 0; j < width; j++) update[j] = rate * (value[j] - decay * update[j]);
+    } else {
+        for (int64_t j = 0; j < width; j++) update[j] = rate * value[j];
+    }
     advance(r, from, to, decay, key, update);
     memset(out, 0, sizeof(float) * width);
     for (int64_t i = 0; i < r->key_dim; i++)

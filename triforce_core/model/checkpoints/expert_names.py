@@ -20,7 +20,8 @@ class ExpertNames:
     """Full names of the tensors of a layer's experts.
 
     gate_up, down: names with a place for the number of the expert, or of tensors that have those of
-        all experts one above the other. Gate and up projections are apart, or in one tensor
+        all experts one above the other. Gate and up projections are apart, or in one tensor; where
+        there are no gates, the up projections are the last of these
     stacked: the other names that files may have instead
     alternating: whether rows of gate and up projections, in one tensor, come by turns
     shared_gate_up, shared_down: names of the shared expert's, or those of the MLP beside experts
@@ -89,6 +90,20 @@ HF_GRANITE = ExpertNames(
     down="block_sparse_moe.output_linear.weight",
     stacked=None,
 )
+HF_GRANITE4 = replace(
+    HF_GRANITE,
+    shared_gate_up=("shared_mlp.input_linear.weight",),
+    shared_down="shared_mlp.output_linear.weight",
+)
+HF_NEMOTRON = ExpertNames(
+    router="mixer.gate.weight",
+    bias="mixer.gate.e_score_correction_bias",
+    gate_up=("mixer.experts.{}.up_proj.weight",),
+    down="mixer.experts.{}.down_proj.weight",
+    shared_gate_up=("mixer.shared_experts.up_proj.weight",),
+    shared_down="mixer.shared_experts.down_proj.weight",
+    stacked=None,
+)
 HF_GPT_OSS = ExpertNames(
     router="mlp.router.weight",
     gate_up=("mlp.experts.gate_up_proj",),
@@ -122,12 +137,14 @@ GGUF_GEMMA4 = replace(
 def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, list[Piece]]:
     """Return the pieces of the checkpoint that make up each tensor of a mixture of experts."""
     width, experts = mlp.width, range(mlp.count)
+    count = mlp.activation.projections
+    stored, shared = names.gate_up[-count:], names.shared_gate_up[-count:]
     # Rows of an expert in a tensor that has all of them.
-    projected = 2 * width // len(names.gate_up)
+    projected = mlp.rows // len(stored)
     gate_up = [
         _of_expert(name, expert, projected, Piece(name, width, corner=Corner(first, 0)))
         for expert in experts
-        for name, first in _halves(names.gate_up, width)
+        for name, first in _first_rows(stored, width, count)
     ]
     if names.alternating:
         order = (*range(0, 2 * width, 2), *range(1, 2 * width, 2))
@@ -144,7 +161,7 @@ def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, li
         "router_bias": [Piece(names.bias, mlp.count)],
         "experts_gate_up": gate_up,
         "experts_down": down,
-        "gate_up": pieces_of(names.shared_gate_up, (mlp.shared,) * 2, (None, None)),
+        "gate_up": pieces_of(shared, (mlp.shared,) * count, (None,) * count),
         "down": [Piece(names.shared_down, hidden)],
         "shared_gate": [Piece(names.shared_gate, 1)],
         "router_linear_bias": [Piece(names.router_linear_bias, mlp.count)],
@@ -156,11 +173,11 @@ def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, li
     }
 
 
-def _halves(names: tuple[str, ...], width: int) -> list[tuple[str, int]]:
-    """Return the tensor of an expert's gate projection and that of its up projection, each with the
-    first row.
-    """
-    return [(names[0], 0), (names[1], 0)] if len(names) == 2 else [(names[0], 0), (names[0], width)]
+def _first_rows(names: tuple[str, ...], width: int, count: int) -> list[tuple[str, int]]:
+    """Return the tensor of each of an expert's `count` projections, with its first row there."""
+    if len(names) == count:
+        return [(name, 0) for name in names]
+    return [(names[0], first * width) for first in range(count)]
 
 
 def _of_expert(name: str, expert: int, rows: int, piece: Piece) -> Piece:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from triforce_core.model.checkpoints.gguf_fields import OWN_FIELDS, expert_fields
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
-from triforce_core.model.families.gguf_fields import OWN_FIELDS, expert_fields
 from triforce_core.model.families.ropes import check_rope
 from triforce_core.model.families.windows import FULL, SLIDING, with_own_rope
 from triforce_core.model.layers import Attention, Keeps, LayerSpec, NormKind, ShortConv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from triforce_core.model.checkpoints.expert_names import (
     GGUF_EXPERTS,
@@ -12,9 +13,11 @@ from triforce_core.model.checkpoints.expert_names import (
     HF_GEMMA4,
     HF_GPT_OSS,
     HF_GRANITE,
+    HF_GRANITE4,
     HF_LAGUNA,
     HF_MINIMAX,
     HF_MIXTRAL,
+    HF_NEMOTRON,
     HF_QWEN2,
     ExpertNames,
     expert_pieces,
@@ -28,16 +31,19 @@ from triforce_core.model.checkpoints.pieces import (
 )
 from triforce_core.model.checkpoints.recurrent_names import (
     GGUF_DELTA_NET,
+    GGUF_MAMBA2,
     GGUF_QWEN3_NEXT,
     GGUF_SHORT_CONV,
     HF_DELTA_NET,
+    HF_MAMBA2,
+    HF_NEMOTRON_MAMBA2,
     HF_QWEN3_NEXT,
     HF_SHORT_CONV,
     RecurrentNames,
     recurrent_pieces,
 )
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.feed_forward import Experts
+from triforce_core.model.feed_forward import Experts, NoMLP
 from triforce_core.model.layers import Attention, LayerSpec, NormKind
 
 
@@ -53,6 +59,8 @@ class Naming:
         frequency side by side, not half a head apart
     stored_norms: how norms are computed from their stored weights; None for as in the model
     output_scale: full name of the factor of a layer's output
+    apart: whether mixers and MLPs are numbered one after the other, and not as layers
+    embedding: full name of the embedding
     last_norm: full name of the norm after the last layer
     recurrent: names of the tensors of recurrent layers
     experts: names of the tensors of experts
@@ -68,6 +76,8 @@ class Naming:
     interleaved: bool = False
     stored_norms: NormKind | None = None
     output_scale: str = "layer_scalar"
+    apart: bool = False
+    embedding: str = "embed_tokens.weight"
     last_norm: str = "norm.weight"
     recurrent: RecurrentNames = field(default_factory=RecurrentNames)
     experts: ExpertNames = field(default_factory=ExpertNames)
@@ -109,7 +119,23 @@ _HF = {
     "gpt_oss": Naming(_HF_BEFORE, experts=HF_GPT_OSS),
     "granitemoe": Naming(_HF_BEFORE, experts=HF_GRANITE),
     "granitemoehybrid": Naming(
-        _HF_BEFORE, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
+        _HF_BEFORE,
+        gate_up=("shared_mlp.input_linear",),
+        down="shared_mlp.output_linear",
+        recurrent=HF_MAMBA2,
+        experts=HF_GRANITE4,
+    ),
+    "nemotron_h": Naming(
+        {"input_norm": "norm", "post_norm": "norm"},
+        qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+        o="mixer.o_proj",
+        gate_up=("mixer.up_proj",),
+        down="mixer.down_proj",
+        apart=True,
+        embedding="embeddings.weight",
+        last_norm="norm_f.weight",
+        recurrent=HF_NEMOTRON_MAMBA2,
+        experts=HF_NEMOTRON,
     ),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
     **dict.fromkeys(
@@ -139,6 +165,7 @@ _HF = {
 # Where the language model is, and its output matrix: alone, or in a model that also reads images.
 HF_PREFIXES = (
     ("model.", "lm_head.weight"),
+    ("backbone.", "lm_head.weight"),
     ("language_model.model.", "language_model.lm_head.weight"),
     ("model.language_model.", "lm_head.weight"),
 )
@@ -185,6 +212,13 @@ _GGUF_FAMILIES = {
         replace(_GGUF_POST_ATTENTION, recurrent=GGUF_DELTA_NET),
     ),
     "qwen3_next": replace(_GGUF_POST_ATTENTION, recurrent=GGUF_QWEN3_NEXT),
+    "granitemoehybrid": replace(_GGUF_PAIRS, recurrent=GGUF_MAMBA2),
+    "nemotron_h": replace(
+        _GGUF_PAIRS,
+        norms={"input_norm": "attn_norm", "post_norm": "attn_norm"},
+        apart=True,
+        recurrent=GGUF_MAMBA2,
+    ),
     "lfm2": replace(_GGUF, last_norm="token_embd_norm.weight", recurrent=GGUF_SHORT_CONV),
 }
 
@@ -199,7 +233,7 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
     naming = _HF.get(config.family, Naming(_HF_BEFORE))
     layer = prefix + "layers.{}."
     naming = replace(naming, experts=naming.experts.as_held(held, layer, len(config.layers)))
-    embedding = f"{prefix}embed_tokens.weight"
+    embedding = prefix + naming.embedding
     ends = {
         "embedding": embedding,
         "head": embedding if config.tied else head,
@@ -233,14 +267,18 @@ def _named(
         "norm": [Piece(ends["norm"], config.hidden, change=change)],
     }
     parts = {spec: _layer_pieces(spec, config, naming) for spec in config.distinct_layers}
+    apart = (bool(spec.mlp.width) and naming.apart for spec in config.layers)
+    firsts = [layer + more for layer, more in enumerate(accumulate(apart, initial=0))]
 
     def lookup(name: str) -> list[Piece]:
         if name in whole:
             return whole[name]
         _, layer, part = name.split(".")
+        spec, number = config.layers[int(layer)], firsts[int(layer)]
+        if naming.apart and part in ("post_norm", *spec.mlp.shapes(config.hidden)):
+            number += 1
         return [
-            replace(piece, name=prefix.format(layer) + piece.name)
-            for piece in parts[config.layers[int(layer)]][part]
+            replace(piece, name=prefix.format(number) + piece.name) for piece in parts[spec][part]
         ]
 
     return lookup
@@ -249,10 +287,11 @@ def _named(
 def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[str, list[Piece]]:
     """Return the pieces of the checkpoint that make up each tensor of a layer."""
     width, hidden, change = spec.mlp.width, config.hidden, _change_of_norms(config, naming)
-    gate_up = [f"{name}.weight" for name in naming.gate_up]
+    count = 2 if isinstance(spec.mlp, NoMLP) else spec.mlp.activation.projections
+    gate_up = [f"{name}.weight" for name in naming.gate_up[-count:]]
     parts = {
         "output_scale": [Piece(naming.output_scale, 1)],
-        "gate_up": pieces_of(gate_up, (width, width), (None, None)),
+        "gate_up": pieces_of(gate_up, (width,) * count, (None,) * count),
         "down": [Piece(f"{naming.down}.weight", hidden)],
     }
     if isinstance(spec.mlp, Experts):

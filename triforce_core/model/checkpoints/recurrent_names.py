@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from triforce_core.model.checkpoints.pieces import Change, Piece, minus_exp, pieces_of
-from triforce_core.model.layers import DeltaNet, Recurrent, ShortConv
+from triforce_core.model.layers import DeltaNet, Mamba2, Recurrent, ShortConv
 from triforce_offload.checkpoint.source import Corner
 
 
@@ -17,7 +17,8 @@ class RecurrentNames:
 
     qkv: the projections, each with what it has: "q", "k" and "v" for queries, keys and values, "z",
         "b" and "a" for gates, rates and decays. In "qkv" all queries come first; in others that
-        have several, all rows of a key head are side by side. Or the only projection
+        have several, all rows of a key head are side by side. Or the only projection, of Mamba-2
+        that of gates, values, keys, queries and steps
     joint: the same in other files, in which they are joint; empty if there are none
     conv, o: without "weight" or "bias"
     decay_change: turns the stored factors of decays into the model's
@@ -29,6 +30,7 @@ class RecurrentNames:
     o: str = ""
     decay: str = ""
     decay_bias: str = ""
+    skip: str = ""
     head_norm: str = ""
     decay_change: Change | None = None
 
@@ -65,6 +67,35 @@ GGUF_QWEN3_NEXT = replace(
     # As llama.cpp wrote the first files.
     joint=(("qkvz", "ssm_in"), ("ba", "ssm_ba")),
 )
+HF_MAMBA2 = RecurrentNames(
+    qkv=(("", "mamba.in_proj"),),
+    conv="mamba.conv1d",
+    o="mamba.out_proj",
+    decay="mamba.A_log",
+    decay_bias="mamba.dt_bias",
+    skip="mamba.D",
+    head_norm="mamba.norm.weight",
+    decay_change=minus_exp,
+)
+HF_NEMOTRON_MAMBA2 = RecurrentNames(
+    qkv=(("", "mixer.in_proj"),),
+    conv="mixer.conv1d",
+    o="mixer.out_proj",
+    decay="mixer.A_log",
+    decay_bias="mixer.dt_bias",
+    skip="mixer.D",
+    head_norm="mixer.norm.weight",
+    decay_change=minus_exp,
+)
+GGUF_MAMBA2 = RecurrentNames(
+    qkv=(("", "ssm_in"),),
+    conv="ssm_conv1d",
+    o="ssm_out",
+    decay="ssm_a",
+    decay_bias="ssm_dt.bias",
+    skip="ssm_d",
+    head_norm="ssm_norm.weight",
+)
 HF_SHORT_CONV = RecurrentNames(qkv=(("", "conv.in_proj"),), conv="conv.conv", o="conv.out_proj")
 GGUF_SHORT_CONV = RecurrentNames(
     qkv=(("", "shortconv.in_proj"),), conv="shortconv.conv", o="shortconv.out_proj"
@@ -84,6 +115,8 @@ def recurrent_pieces(
             parts["conv" + suffix] = [Piece(f"{names.conv}.{ending}", mixer.channels)]
             parts["o" + suffix] = [Piece(f"{names.o}.{ending}", hidden)]
         return parts
+    if isinstance(mixer, Mamba2):
+        return _mamba2_pieces(mixer, hidden, names)
     decay = _of_value_heads(mixer, names.decay, 1)
     return {
         "qkv": [piece for of, name in names.qkv for piece in _projected(mixer, of, name)],
@@ -91,6 +124,33 @@ def recurrent_pieces(
         "decay": [replace(decay, change=names.decay_change)],
         "decay_bias": [_of_value_heads(mixer, names.decay_bias, 1)],
         "head_norm": [Piece(names.head_norm, mixer.value_dim)],
+        "o": [Piece(f"{names.o}.weight", hidden)],
+    }
+
+
+def _mamba2_pieces(mixer: Mamba2, hidden: int, names: RecurrentNames) -> dict[str, list[Piece]]:
+    """Return the pieces of Mamba-2, whose files have values before keys, and keys before queries.
+    Of a projection gates come first and steps last.
+    """
+    heads = mixer.value_heads
+
+    def channels(name: str, first: int) -> list[Piece]:
+        starts = (mixer.values + mixer.keys, mixer.keys), (mixer.values, mixer.keys)
+        return [
+            Piece(name, rows, corner=Corner(first + start, 0))
+            for start, rows in (*starts, (0, mixer.values))
+        ]
+
+    projection = f"{names.qkv[0][1]}.weight"
+    steps = Piece(projection, heads, corner=Corner(mixer.values + mixer.channels, 0))
+    return {
+        "qkv": [*channels(projection, mixer.values), Piece(projection, mixer.values), steps],
+        "conv": channels(f"{names.conv}.weight", 0),
+        "conv_bias": channels(f"{names.conv}.bias", 0),
+        "decay": [Piece(names.decay, heads, change=names.decay_change)],
+        "decay_bias": [Piece(names.decay_bias, heads)],
+        "skip": [Piece(names.skip, heads)],
+        "head_norm": [Piece(names.head_norm, mixer.values)],
         "o": [Piece(f"{names.o}.weight", hidden)],
     }
 

@@ -17,12 +17,13 @@ from triforce_core.model.families.family import (
 )
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.gemma import GEMMA
+from triforce_core.model.families.mamba import MAMBA
 from triforce_core.model.families.recurrent import RECURRENT
 from triforce_core.model.families.sigmoid import SIGMOID
 from triforce_core.model.families.sparse import SPARSE
-from triforce_core.model.families.windows import FULL, windows, windows_if_shorter
+from triforce_core.model.families.windows import windows, windows_if_shorter
 from triforce_core.model.layers import NormKind, Norms
-from triforce_offload.errors import CheckpointError, UnsupportedModelError
+from triforce_offload.errors import CheckpointError
 
 
 def _llama(fields: Fields, count: int) -> Layers:
@@ -117,25 +118,6 @@ def _granite(fields: Fields, count: int) -> Layers:
     residual, scale = (fields.real(f"{name}_multiplier", 1.0) for name in ("residual", "attention"))
     same = {"qkv_bias": bias, "output_bias": bias}
     return (layer(fields, residual_scale=residual, scale=scale, **same),) * count
-
-
-def _granite4(fields: Fields, count: int) -> Layers:
-    """Granite 4 without recurrent layers and experts: Granite 3, but for names of fields."""
-    for kind in fields.of_layers("layer_types", count):
-        if kind not in ("attention", FULL):
-            raise UnsupportedModelError(
-                f"{fields.source}: layer_types names {kind!r}, which is not supported (only "
-                "attention)"
-            )
-    rope = fields.get("position_embedding_type")
-    if rope not in (None, "rope", "nope"):
-        raise UnsupportedModelError(
-            f"{fields.source}: position_embedding_type {rope!r} is not supported"
-        )
-    width = {"intermediate_size": fields.whole("shared_intermediate_size")}
-    own = Fields({**fields.raw, **width}, fields.source, fields.read)
-    first, *_ = _granite(own, 1)
-    return (replace(first, mixer=replace(first.mixer, rotated=rope == "rope")),) * count
 
 
 def _glm(fields: Fields, count: int) -> Layers:
@@ -255,13 +237,6 @@ FAMILIES = {
             defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5},
         ),
         Family("granite", "Granite", _granite, granite_scales),
-        Family(
-            "granitemoehybrid",
-            "GraniteMoeHybrid",
-            _granite4,
-            granite_scales,
-            defaults={"num_local_experts": 8, "shared_intermediate_size": 1024},
-        ),
         Family("glm", "Glm", _glm, defaults=_GLM),
         Family("glm4", "Glm4", _glm4, defaults=_GLM),
         Family("phi3", "Phi3", _mistral, defaults={"rms_norm_eps": 1e-5}),
@@ -278,6 +253,7 @@ FAMILIES = {
         *GEMMA,
         *RECURRENT,
         *SPARSE,
+        *MAMBA,
         *SIGMOID,
     )
 }

@@ -25,6 +25,10 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 _NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 
 
+# Fields with the kind of each layer.
+_LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
+
+
 def _no_scales(fields: Fields) -> dict[str, float]:
     return {}
 
@@ -56,13 +60,17 @@ class Family:
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the family's defaults. null is a default too, except that it says
-        that there is no window or no cap.
+        that there is no window or no cap. Lists of layers give the number of layers, if it is not
+        there.
         """
         raw = dict(raw)
         for old, new in self.renamed.items():
             value = raw.pop(old, None)
             if value is not None:
                 raw[new] = value
+        for name in _LAYER_LISTS:
+            if raw.get("num_hidden_layers") is None and isinstance(raw.get(name), list | str):
+                raw["num_hidden_layers"] = len(raw[name])
         absent = {
             name: value
             for name, value in self.defaults.items()
@@ -105,8 +113,9 @@ def layer(
 
 
 def activation(fields: Fields, name: str) -> Activation:
-    """Return the activation that a field names. Raises UnsupportedModelError."""
-    value, known = fields.raw.get(name, "silu"), [each.value for each in Activation]
+    """Return the activation of a gate that a field names. Raises UnsupportedModelError."""
+    known = [each.value for each in Activation if each.projections == 2]
+    value = fields.raw.get(name, "silu")
     if value not in known:
         raise UnsupportedModelError(f"{name} {value!r} is not supported (only {', '.join(known)})")
     return Activation(value)

@@ -10,8 +10,15 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.feed_forward import Experts
-from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, Mixer, ShortConv
+from triforce_core.model.feed_forward import MLP, Experts, NoMLP
+from triforce_core.model.layers import (
+    Attention,
+    DeltaNet,
+    LayerSpec,
+    Mamba2,
+    Mixer,
+    ShortConv,
+)
 from triforce_core.model.tensors import Pieces
 from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
 from triforce_offload.errors import UsageError
@@ -86,17 +93,19 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
     rows = {
         "qkv": _projections(spec.mixer),
         "o": [("o", hidden)],
-        "gate_up": [("gate", width), ("up", width)],
+        "gate_up": _gate_up(mlp, width),
         "down": [("down", hidden)],
     }
     if experts:
-        rows["experts_gate_up"] = [
-            ("gate" + _OF_EXPERTS, mlp.width),
-            ("up" + _OF_EXPERTS, mlp.width),
-        ]
-        rows["experts_gate_up"] *= mlp.count
+        of_one = [(name + _OF_EXPERTS, count) for name, count in _gate_up(mlp, mlp.width)]
+        rows["experts_gate_up"] = of_one * mlp.count
         rows["experts_down"] = [("down" + _OF_EXPERTS, hidden)] * mlp.count
     return rows
+
+
+def _gate_up(mlp: MLP, width: int) -> list[tuple[str, int]]:
+    gated = isinstance(mlp, NoMLP) or mlp.activation.projections == 2
+    return [("gate", width), ("up", width)] if gated else [("up", width)]
 
 
 def _projections(mixer: Mixer) -> list[tuple[str, int]]:
@@ -109,6 +118,9 @@ def _projections(mixer: Mixer) -> list[tuple[str, int]]:
         case DeltaNet():
             rates = [(_DENSE, mixer.value_heads)] * 2
             return [*_joint(mixer), ("gate", mixer.values), *rates]
+        case Mamba2():
+            parts = mixer.keys, mixer.keys, mixer.values, mixer.values, mixer.value_heads
+            return [("in", rows) for rows in parts]
         case ShortConv():
             return [("in", mixer.channels)] * 3
 

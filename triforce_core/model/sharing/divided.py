@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
-from triforce_core.model.layers import Attention, DeltaNet, Mixer, ShortConv
+from triforce_core.model.layers import Attention, DeltaNet, Mamba2, Mixer, ShortConv
 from triforce_offload.errors import UsageError
 
 
@@ -144,6 +144,37 @@ class DividedDeltaNet:
 
 
 @dataclass(frozen=True)
+class DividedMamba2:
+    """Mamba-2, divided by groups: their heads as `queries`."""
+
+    whole: Mamba2
+    heads: Heads
+
+    def mixer(self, rank: int) -> Mamba2:
+        """Divided.mixer."""
+        values, keys = (len(own[rank]) for own in self.heads)
+        return replace(self.whole, key_heads=keys, value_heads=values)
+
+    def windows(self, part: str, rank: int) -> list[Window]:
+        """Divided.windows."""
+        own = self.heads.queries[rank]
+        values = _columns(own, self.whole.value_dim)
+        keys = _columns(self.heads.keys[rank], self.whole.key_dim)
+        channels = [Window(keys), Window(keys), Window(values)]
+        match part:
+            case "qkv":
+                return [*channels, Window(values), Window(own)]
+            case "conv" | "conv_bias":
+                return channels
+            case "decay" | "decay_bias" | "skip":
+                return [Window(own)]
+            case "head_norm":
+                return [Window(values)]
+            case _:
+                return [Window(None, values if part == "o" else None)]
+
+
+@dataclass(frozen=True)
 class DividedShortConv:
     """A short convolution, divided by channels, each of which counts as a head."""
 
@@ -173,6 +204,15 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
         case DeltaNet():
             heads = Heads.divided(mixer.value_heads, mixer.key_heads, ranks)
             return DividedDeltaNet(mixer, heads)
+        case Mamba2():
+            if mixer.key_heads < ranks:
+                # Of a group there is one norm, which would need its sums over ranks.
+                raise UsageError(
+                    f"Mamba-2 layers with {mixer.key_heads} groups of heads do not spread over "
+                    f"{ranks} GPUs"
+                )
+            heads = Heads.divided(mixer.value_heads, mixer.key_heads, ranks)
+            return DividedMamba2(mixer, heads)
         case ShortConv():
             if mixer.bias and ranks > 1:
                 raise UsageError(f"convolutions with a bias do not spread over {ranks} GPUs")
@@ -194,6 +234,8 @@ def mlp_share(mlp: MLP, columns: Callable[[int], range]) -> MLP:
 
     columns: returns the rank's columns of an MLP of some width
     """
+    if not mlp.width:
+        return mlp
     own = replace(mlp, width=len(columns(mlp.width)))
     if isinstance(mlp, Experts) and mlp.shared:
         own = replace(own, shared=len(columns(mlp.shared)))
@@ -205,12 +247,12 @@ def mlp_windows(mlp: MLP, part: str, columns: Callable[[int], range]) -> list[Wi
     if isinstance(mlp, Experts):
         own = columns(mlp.width)
         if part == "experts_gate_up":
-            return [Window(own)] * (2 * mlp.count)
+            return [Window(own)] * (mlp.activation.projections * mlp.count)
         if part == "experts_down":
             return [Window(None, own)] * mlp.count
     dense = mlp.shared if isinstance(mlp, Experts) else mlp.width
     if part == "gate_up":
-        return [Window(columns(dense))] * 2
+        return [Window(columns(dense))] * mlp.activation.projections
     return [Window(None, columns(dense) if part == "down" else None)]
 
 

@@ -58,7 +58,7 @@ class Share:
         for spec in config.distinct_layers:
             divided(spec.mixer, ranks)
             check_divides(spec.mlp, ranks)
-        narrowest = min(spec.mlp.width for spec in config.distinct_layers)
+        narrowest = min(spec.mlp.width for spec in config.distinct_layers if spec.mlp.width)
         if min(narrowest, config.vocab) < ranks:
             raise UsageError(
                 f"an MLP of {narrowest} columns and a vocabulary of {config.vocab} do not spread "

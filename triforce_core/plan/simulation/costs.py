@@ -17,9 +17,9 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS, Experts
 from triforce_core.model.layers import (
     Attention,
-    DeltaNet,
     Keeps,
     LayerSpec,
+    LinearAttention,
     Mixer,
     Recurrent,
 )
@@ -190,7 +190,7 @@ class Costs:
         rows = (FOLD_TOKENS * 3 // 2 + 3 * tokens) * shape.row_bytes
         nbytes = (shape.state_bytes + rows) / shape.layers
         numbers = 0
-        if isinstance(mixer, DeltaNet):
+        if isinstance(mixer, LinearAttention):
             numbers = 2 * mixer.value_heads * mixer.key_dim * mixer.value_dim
         else:
             launches = CONVOLVE_LAUNCHES

@@ -7,7 +7,7 @@ from math import prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS
-from triforce_core.model.layers import Attention, DeltaNet, Mixer
+from triforce_core.model.layers import Attention, LinearAttention, Mixer
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.weights.formats import Read
@@ -112,7 +112,7 @@ def _mixed_numbers(mixer: Mixer, tokens: int) -> float:
     match mixer:
         case Attention():
             return 2 * mixer.queries * min(tokens / 2, mixer.window or tokens)
-        case DeltaNet():
+        case LinearAttention():
             # By key, by query and in the fold with the state; the same with the rows of a chunk.
             states = 3 * mixer.key_dim * mixer.value_dim
             rows = 2 * FOLD_TOKENS * (mixer.key_dim + mixer.value_dim)
