@@ -9,13 +9,14 @@ import numpy as np
 
 # Names of tensors of a layer in a file, by a pattern of transformers' names.
 _NAMES = {
-    r"(mlp\.gate|router|router\.proj)\.weight": "ffn_gate_inp.weight",
+    r"(mlp\.gate|mixer\.gate|router|router\.proj)\.weight": "ffn_gate_inp.weight",
     r"router\.scale": "ffn_gate_inp.scale",
     r"router\.per_expert_scale": "ffn_down_exps.scale",
     r"e_score_correction_bias": "exp_probs_b.bias",
     # As one tensor where they are not in "mlp" (Gemma 4).
     r"experts\.gate_up_proj": "ffn_gate_up_exps.weight",
     r"experts\.down_proj": "ffn_down_exps.weight",
+    r"experts\.up_proj": "ffn_up_exps.weight",
     r"shared_experts?\.gate_proj\.weight": "ffn_gate_shexp.weight",
     r"shared_experts?\.up_proj\.weight": "ffn_up_shexp.weight",
     r"shared_experts?\.down_proj\.weight": "ffn_down_shexp.weight",
@@ -30,7 +31,7 @@ def expert_tensors(
 
     alternating: whether matrices are transposed, with gates and up projections by turns
     """
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layer = re.match(r"(?:model|backbone)\.layers\.(\d+)\.", name)
     if layer is None:
         return {}
     prefix = f"blk.{layer[1]}."
@@ -47,7 +48,7 @@ def expert_tensors(
         return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
     if alternating and name.endswith("experts.down_proj"):
         return {f"{prefix}ffn_down_exps.weight": np.ascontiguousarray(array.swapaxes(1, 2))}
-    if name.endswith(".mlp.experts.gate_up_proj"):
+    if name.endswith((".mlp.experts.gate_up_proj", "block_sparse_moe.experts.gate_up_proj")):
         gate, up = np.split(array, 2, 1)
         return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
     for pattern, stored in _NAMES.items():
@@ -64,7 +65,7 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
         return next((value for name in names if (value := getattr(config, name, None))), None)
 
     count = of("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    if not count or config.model_type == "granitemoehybrid":
+    if not count:
         return
     writer.add_expert_count(count)
     writer.add_expert_used_count(of("num_experts_per_tok", "moe_k", "top_k_experts"))
@@ -84,6 +85,12 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_expert_weights_scale(config.moe_routed_scaling_factor)
         writer.add_expert_weights_norm(True)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "nemotron_h":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
     if config.model_type == "glm4_moe":
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)

@@ -47,11 +47,12 @@ _RENAMED = {
     **{"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
     **{"qwen3_5_moe_text": "qwen35moe", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe"},
     **{"gpt_oss": "gpt-oss", "qwen3_next": "qwen3next", "minimax_m2": "minimax-m2"},
+    **{"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe"},
 }
 # Those that the package does not know, and one whose tensors have the same names.
 _NAMED_AS = {"laguna": "qwen3"}
 # Those whose q and k llama.cpp's converter permutes.
-_PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h_moe")
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|ffn_down_exps|attn_v)\.weight")
 
 
@@ -105,14 +106,17 @@ def _describe_sizes(
 ) -> int:
     """Add the sizes of a model. Return the size of a head."""
     config = model.config
-    writer.add_block_count(config.num_hidden_layers + has_head)
+    writer.add_block_count(_blocks(config) + has_head)
     if has_head:
         writer.add_nextn_predict_layers(1)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     mlp = model.model.layers[0].feed_forward.w1 if architecture == "lfm2" else None
     width = mlp.out_features if mlp else getattr(config, "intermediate_size", None)
-    if width:
+    if architecture == "nemotron_h_moe":
+        kinds = config.layer_types
+        writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
+    elif width:
         writer.add_feed_forward_length(width)
     describe_experts(writer, config)
     heads = getattr(config, "num_attention_heads_per_layer", config.num_attention_heads)
@@ -121,13 +125,17 @@ def _describe_sizes(
         _describe_gemma4(writer, config)
     elif architecture in ("qwen35", "qwen35moe", "qwen3next", "lfm2"):
         _describe_recurrent(writer, config)
+    elif architecture in ("granitehybrid", "nemotron_h_moe"):
+        _describe_mamba2(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     if architecture == "cohere2":
         writer.add_layer_norm_eps(config.layer_norm_eps)
         writer.add_logit_scale(config.logit_scale)
     else:
-        writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
+        names = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+        found = (getattr(config, name, None) for name in names)
+        writer.add_layer_norm_rms_eps(next(filter(None, found)))
     writer.add_vocab_size(config.vocab_size)
     # The layers of Gemma 4 have a config each.
     first = config.per_layer_config[0] if architecture == "gemma4" else config
@@ -142,7 +150,7 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
     """The tensors of a model under their names in a file, as the converter stores them."""
     config, tensors = model.config, {}
     known = _ARCHITECTURES[_NAMED_AS.get(architecture, architecture)]
-    names = gguf.get_tensor_name_map(known, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(known, _blocks(config))
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -160,6 +168,8 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
             name, array = _of_qwen35(config, name, array)
         if architecture == "qwen3next":
             name, array = _of_qwen3next(config, name, array)
+        if architecture in ("granitehybrid", "nemotron_h_moe"):
+            name, array = _of_mamba2(config, name, array)
         layer = name.removeprefix("model.layers.").partition(".")[0]
         if name.endswith("in_proj_qkvz.weight"):
             joint = _by_projection(config, array)
@@ -174,6 +184,9 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
             name += ".weight"
         if name.endswith("self_attn.sinks"):
             name += ".weight"
+        if "shared_mlp" in name:
+            tensors |= _of_shared_mlp(name, array, beside=config.num_local_experts > 0)
+            continue
         alternating = architecture == "gpt-oss"
         if of_experts := expert_tensors(name, array, alternating=alternating):
             tensors |= of_experts
@@ -276,6 +289,59 @@ def _describe_recurrent(writer: gguf.GGUFWriter, config: object) -> None:
     writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
+def _blocks(config: object) -> int:
+    """The number of layers, or of mixers and MLPs if these are numbered."""
+    return getattr(config, "num_hidden_layers", None) or len(config.layer_types)
+
+
+def _describe_mamba2(writer: gguf.GGUFWriter, config: object) -> None:
+    """Adds what the converter adds of Mamba-2 layers."""
+    heads = config.num_key_value_heads
+    kinds = config.layer_types
+    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in kinds])
+    if config.model_type == "granitemoehybrid":
+        sizes = config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups
+        heads, size = config.mamba_n_heads, config.mamba_d_head
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+    else:
+        sizes = config.conv_kernel, config.ssm_state_size, config.n_groups
+        heads, size = config.mamba_num_heads, config.mamba_head_dim
+    writer.add_ssm_conv_kernel(sizes[0])
+    writer.add_ssm_state_size(sizes[1])
+    writer.add_ssm_group_count(sizes[2])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * size)
+    writer.add_rope_scaling_finetuned(False)
+
+
+def _of_shared_mlp(name: str, array: np.ndarray, *, beside: bool) -> dict[str, np.ndarray]:
+    """The MLP of Granite 4 as the converter stores it. beside: whether there are experts"""
+    prefix = f"blk.{name.split('.')[2]}.ffn_"
+    ending = "_shexp.weight" if beside else ".weight"
+    if "output" in name:
+        return {f"{prefix}down{ending}": array}
+    gate, up = np.split(array, 2)
+    return {f"{prefix}gate{ending}": gate, f"{prefix}up{ending}": up}
+
+
+def _of_mamba2(config: object, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """A tensor as the converter stores it: factors of decays and skips as columns, norms by
+    group.
+    """
+    if name.endswith("A_log"):
+        array = -np.exp(array)
+    if name.endswith(("A_log", ".D")):
+        array = array[:, None]
+    if name.endswith("conv1d.weight"):
+        array = array.squeeze(1)
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        groups = getattr(config, "n_groups", None) or config.mamba_n_groups
+        array = array.reshape(groups, -1)
+    if config.model_type == "granitemoehybrid":
+        return name.replace("dt_bias", "dt_proj.bias"), array
+    return name.replace("dt_bias", "dt.bias").replace("model.", "backbone.", 1), array
+
+
 def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:
     """Adds the heads of Gemma 4, whose full layers have others."""
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
@@ -293,6 +359,8 @@ def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:
 
 def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> None:
     """Adds what the converter adds for some families alone."""
+    if config.model_type == "nemotron_h":
+        return
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     share = rope.get("partial_rotary_factor") or 1.0
@@ -318,7 +386,7 @@ def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> 
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config.model_type in ("granite", "granitemoe"):
+    if config.model_type in ("granite", "granitemoe", "granitemoehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

@@ -14,8 +14,8 @@ from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, most_expert_tiles
 from triforce_kernels.weights.linear import Weight, linear, rows_of
 from triforce_kernels.weights.tiles import Tiles
 
-# Activation of an expert: of a gate and an up projection, [rows, 2 width] to [rows, width], or of an
-# up projection alone, [rows, width].
+# Activation of an expert: of a gate and an up projection, [rows, 2 width] to [rows, width], or of
+# an up projection alone, [rows, width].
 Gated = Callable[[torch.Tensor], torch.Tensor]
 
 

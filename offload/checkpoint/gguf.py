@@ -159,7 +159,7 @@ class GGUFSource:
 
         entry = self._entries[name]
         elements, nbytes = GGML_QUANT_SIZES[entry.kind]
-        if len(entry.shape) < 2:
+        if len(entry.shape) < 2 or into.dim() < 2:
             raw = np.empty(into.numel() * nbytes, np.uint8)
             entry.file.fill(memoryview(raw), entry.start + corner.row * nbytes, name)
             into.copy_(torch.from_numpy(converted(raw)).view(into.shape))

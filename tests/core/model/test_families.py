@@ -123,6 +123,9 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         named["layer_types"] = ["full_attention"] * 2
     if family == "granitemoehybrid":
         named["num_local_experts"] = 0
+    if family == "nemotron_h":
+        named |= {"num_hidden_layers": 3, "mlp_hidden_act": "relu2"}
+        named["layers_block_type"] = ["linear_attention", "full_attention", "moe"]
     if family.startswith("gemma4"):
         named |= {"sliding_window": 64, "hidden_size_per_layer_input": 0}
     elif family == "laguna":
@@ -130,7 +133,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     elif family not in (
         *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
         *("lfm2", "qwen3_5_moe_text", "qwen3_moe", "ernie4_5_moe", "glm4_moe", "mixtral"),
-        *("qwen3_next", "minimax_m2"),
+        *("qwen3_next", "minimax_m2", "nemotron_h"),
     ):
         # Published configs always say so.
         named["num_key_value_heads"] = 4
@@ -143,7 +146,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     full = helpers.full_layers(theirs)
     assert ours.attention.kv_heads == full.num_key_value_heads
     assert ours.attention.head_dim == (getattr(full, "head_dim", None) or 256 // 16)
-    rope = theirs.rope_parameters
+    rope = getattr(theirs, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4})
     rope = rope.get("full_attention", rope)
     assert (ours.rope.theta, ours.rope.type) == (rope["rope_theta"], rope["rope_type"])
     share = 1 if ours.rope.type == "proportional" else rope.get("partial_rotary_factor")
@@ -183,6 +186,9 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
         own["hidden_size_per_layer_input"] = 0
     if family == "granitemoehybrid":
         own |= {"num_local_experts": 0, "layer_types": ["attention"] * CONFIG["num_hidden_layers"]}
+    if family == "nemotron_h":
+        names |= {"hybrid_override_pattern", "layers_block_type", "time_step_limit"}
+        own["hybrid_override_pattern"] = "M*" * (CONFIG["num_hidden_layers"] // 2)
     for value in ([], ["x"], [[]], {}, {"x": [1]}, "x", True, -1, 0.3, 1 << 70, None):
         for raw in (
             *(CONFIG | own | {name: value} for name in names),
@@ -280,8 +286,8 @@ def test_a_missing_norm_is_named(tmp_path: Path) -> None:
     assert config["vocab_size"] == VOCAB
 
 
-def test_granite_4_with_recurrent_layers_or_experts_is_refused_by_name() -> None:
-    """The published configs of the dense models name their layers "attention"."""
+def test_granite_4_may_have_recurrent_layers_and_experts() -> None:
+    """The published configs name kinds of layers "attention" and "mamba"."""
     count = CONFIG["num_hidden_layers"]
     dense = CONFIG | {
         "architectures": ["GraniteMoeHybridForCausalLM"],
@@ -293,14 +299,43 @@ def test_granite_4_with_recurrent_layers_or_experts_is_refused_by_name() -> None
     config = from_hf(dense, {})
     assert (config.layers[0].mlp.width, config.attention.rotated) == (48, True)
     assert not from_hf(dense | {"position_embedding_type": "nope"}, {}).attention.rotated
+    hidden, kinds = dense["hidden_size"], ["attention", *["mamba"] * (count - 1)]
+    mamba = {"layer_types": kinds, "mamba_n_heads": 4, "mamba_d_head": hidden // 2}
+    mixed = from_hf(dense | mamba | {"num_local_experts": 4, "time_step_limit": [0.0, 1e999]}, {})
+    assert mixed.recurrent_layers == tuple(range(1, count))
+    assert (mixed.recurrent.values, mixed.layers[0].mlp.shared) == (2 * hidden, 48)
     for change, named in (
-        ({"layer_types": ["attention", *["mamba"] * (count - 1)]}, "'mamba'"),
-        ({"layer_types": ["linear_attention"] * count}, "'linear_attention'"),
-        ({"num_local_experts": 64}, "num_local_experts"),
-        ({"num_local_experts": None}, "num_local_experts"),
+        ({"layer_types": ["linear_attention"] * count}, "a recurrence in every layer"),
+        ({"layer_types": ["lstm"] * count}, "'lstm'"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
+        (mamba | {"mamba_proj_bias": True}, "mamba_proj_bias"),
+        (mamba | {"time_step_limit": [0.001, 1e999]}, "time_step_limit"),
+        (mamba | {"time_step_limit": [0, 0.1]}, "time_step_limit"),
     ):
         with pytest.raises(UnsupportedModelError, match=named):
             from_hf(dense | change, {})
     with pytest.raises(CheckpointError, match="layer_types must be a list"):
         from_hf(dense | {"layer_types": None}, {})
+    with pytest.raises(CheckpointError, match=r"4 heads of 3 \(mamba_d_head\) are not"):
+        from_hf(dense | mamba | {"mamba_d_head": 3}, {})
+
+
+def test_mixers_and_mlps_of_nemotron_h_are_layers() -> None:
+    raw = CONFIG | {"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": None}
+    raw |= {"mamba_num_heads": 8, "moe_intermediate_size": 40, "sliding_window": None}
+    config = from_hf(raw | {"hybrid_override_pattern": "ME*M-"}, {})
+    assert [spec.mixer.keeps for spec in config.layers] == [Keeps.STATE, Keeps.KV, Keeps.STATE]
+    widths = [spec.mlp.width for spec in config.layers]
+    assert widths == [40, 0, CONFIG["intermediate_size"]]
+    assert not config.attention.rotated
+    shapes = config.layers[1].shapes(config.hidden)
+    assert "post_norm" not in shapes and "down" not in shapes
+    for change, named in (
+        ({"hybrid_override_pattern": "E*M-"}, "an MLP that does not follow a mixer"),
+        ({"hybrid_override_pattern": "*-E"}, "an MLP that does not follow a mixer"),
+        ({"hybrid_override_pattern": "M*X"}, "'X'"),
+        ({"hybrid_override_pattern": "M*E", "moe_latent_size": 64}, "moe_latent_size"),
+        ({"hybrid_override_pattern": "M*E", "mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=named):
+            from_hf(raw | change, {})

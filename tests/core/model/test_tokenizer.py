@@ -41,7 +41,8 @@ WRITTEN = {
     **{"glm4": "glm4", "phi3": "gpt-4o", "cohere2": "command-r", "qwen35": "qwen35"},
     **{"qwen2moe": "qwen2", "qwen3moe": "qwen2", "qwen35moe": "qwen35", "qwen3next": "qwen2"},
     **{"olmoe": "olmo", "granitemoe": "refact", "glm4moe": "glm4", "gpt-oss": "gpt-4o"},
-    **{"minimax-m2": "minimax-m2", "laguna": "laguna"},
+    **{"minimax-m2": "minimax-m2", "laguna": "laguna", "granitehybrid": "dbrx"},
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "pixtral"),
 }
 # Those of the others: pieces of SentencePiece, or a tokenizer that transformers reads.
 OTHERWISE = {"gemma2", "gemma3", "gemma4", "lfm2", "ernie4_5", "ernie4_5-moe"}
@@ -221,6 +222,7 @@ def test_a_models_own_code_is_never_run_nor_asked_about(
     ("pre", "pieces"),
     [
         ("refact", ["in", " ", "1", "9", "8", "4", "!?", "\n", "we"]),
+        ("pixtral", ["in", " ", "198", "4", "!?\n", "we"]),
         ("glm4", ["in", " ", "198", "4", "!?\n", "we"]),
         ("chatglm-bpe", ["in", " ", "198", "4", "!?\n", "we"]),
         ("seed-coder", ["in", " ", "1", "9", "8", "4", "!?", "\n", "we"]),

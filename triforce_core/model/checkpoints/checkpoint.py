@@ -21,7 +21,12 @@ from triforce_core.model.checkpoints.mtp import (
     like_head,
     mtp_config,
 )
-from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_names
+from triforce_core.model.checkpoints.names import (
+    HF_PREFIXES,
+    gguf_blocks,
+    gguf_names,
+    hf_names,
+)
 from triforce_core.model.checkpoints.pieces import Piece, block_type, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
@@ -168,7 +173,7 @@ class Checkpoint:
         pieces = head_pieces(naming(self.config, renamed), full, names)
         head = MtpHead(self, mtp_config(self.config), pieces)
         complete = all(
-            name in held and _filled(self._source.shape(name)) == _filled(shape)
+            name in held and _fits(self._source.shape(name), shape)
             for name, shape in head.stored_shapes()
         )
         return head if complete else None
@@ -247,7 +252,7 @@ class Checkpoint:
                 f"({len(unused)} such tensors)"
             )
         for name, shape in expected.items():
-            if name in held and _filled(stored := self._source.shape(name)) != _filled(shape):
+            if name in held and not _fits(stored := self._source.shape(name), shape):
                 yield CheckpointError(
                     f"{self.path}: {name} has shape {list(stored)}, its config says {list(shape)}"
                 )
@@ -281,12 +286,19 @@ class Checkpoint:
             yield self._rope_factors, (config.attention.head_dim // 2,)
 
 
-def _filled(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without dimensions of size 1, which formats leave out or not, and with
-    matrices that are stacked in one, one above the other.
+def _fits(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a stored shape is one of the model's, apart from dimensions of size 1, which formats
+    leave out or not, matrices that are stacked in one, one above the other, and vectors in parts
+    (norms of groups).
     """
-    sizes = tuple(size for size in shape if size != 1)
-    return sizes if len(sizes) < 3 else (prod(sizes[:-1]), sizes[-1])
+    if len(shape) == 1:
+        return prod(stored) == shape[0]
+
+    def filled(shape: tuple[int, ...]) -> tuple[int, ...]:
+        sizes = tuple(size for size in shape if size != 1)
+        return sizes if len(sizes) < 3 else (prod(sizes[:-1]), sizes[-1])
+
+    return filled(stored) == filled(shape)
 
 
 def _read_changed(source: TensorSource, piece: Piece, into: torch.Tensor) -> None:
@@ -331,7 +343,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
             config = _text_alone(path, config, source.names())
         names = hf_names(config, source.names())
         further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
-        drafts = _of_drafts(config, further, _LAYER_PREFIXES)
+        drafts = _of_drafts(len(config.layers), further, _LAYER_PREFIXES)
         return Checkpoint(path, config, source, names, of_drafts=drafts, checked=checked)
     if not is_gguf(path):
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
@@ -347,7 +359,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
     names = gguf_names(config, source.names())
     further = source.metadata.get(f"{source.metadata['general.architecture']}.nextn_predict_layers")
-    drafts = _of_drafts(config, further, ("blk.",))
+    drafts = _of_drafts(gguf_blocks(config.family, config.layers)[-1], further, ("blk.",))
     return Checkpoint(
         path,
         config,
@@ -360,12 +372,12 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     )
 
 
-def _of_drafts(config: ModelConfig, further: object, prefixes: Sequence[str]) -> tuple[str, ...]:
-    """Return with what the names of tensors begin in layers that only draft, behind the others.
+def _of_drafts(first: int, further: object, prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Return with what the names of tensors begin in layers that only draft.
 
-    further: number of such layers, as a header gives it
+    first: number of the first of them. further: how many there are, as a header gives it
     """
-    first, count = len(config.layers), further if isinstance(further, int) else 0
+    count = further if isinstance(further, int) else 0
     layers = range(first, first + min(max(count, 0), _MOST_DRAFTING))
     return tuple(f"{prefix}{layer}." for prefix in prefixes for layer in layers)
 

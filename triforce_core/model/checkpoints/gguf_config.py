@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_fields import OWN_FIELDS, expert_fields
+from triforce_core.model.checkpoints.names import gguf_blocks
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS, Family
@@ -43,6 +44,9 @@ _FAMILIES = {
     "minimax-m2": FAMILIES["minimax_m2"],
     "laguna": FAMILIES["laguna"],
     "gpt-oss": FAMILIES["gpt_oss"],
+    "granitehybrid": FAMILIES["granitemoehybrid"],
+    "nemotron_h": FAMILIES["nemotron_h"],
+    "nemotron_h_moe": FAMILIES["nemotron_h"],
 }
 # Families of files with experts, by an architecture that is another one's without them.
 _WITH_EXPERTS = {"llama": FAMILIES["mixtral"]}
@@ -93,7 +97,8 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     layers = family.layers(described, layer_count(fields, "block_count"))
     scales = family.scales(described)
     _refuse_unread(described, positions, architecture)
-    layers = tuple(_with_tensors(spec, index, names) for index, spec in enumerate(layers))
+    blocks = gguf_blocks(family.name, layers)
+    layers = tuple(_with_tensors(*each, names) for each in zip(layers, blocks, strict=False))
     full = (each.mixer.head_dim for each in layers if each.mixer.keeps is Keeps.KV)
     head_dim = next(full, described.raw["head_dim"])
     window_rope = _window_rope(fields, family)
@@ -193,9 +198,9 @@ def _window_rope(fields: Fields, family: Family) -> RopeConfig | None:
     return theta and RopeConfig(theta=fields.real("rope.freq_base_swa", theta))
 
 
-def _with_tensors(spec: LayerSpec, index: int, names: Set[str]) -> LayerSpec:
-    """Return a layer with the biases and norms that the file has tensors of."""
-    mixer, prefix = spec.mixer, f"blk.{index}."
+def _with_tensors(spec: LayerSpec, block: int, names: Set[str]) -> LayerSpec:
+    """Return a layer with the biases and norms that the file has tensors of. block: its number"""
+    mixer, prefix = spec.mixer, f"blk.{block}."
     if isinstance(mixer, Attention):
         joint = f"{prefix}attn_q.bias", f"{prefix}attn_qkv.bias"
         mixer = replace(

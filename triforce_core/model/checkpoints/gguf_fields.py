@@ -48,12 +48,12 @@ def _gemma(layers: int, fields: Fields, names: Set[str]) -> tuple[Fields, dict[s
     return fields, {"query_pre_attn_scalar": scalar, **_GEMMA}
 
 
-def _of_layers(fields: Fields, name: str, count: int) -> list[int]:
+def _of_layers(fields: Fields, name: str, count: int, least: int = 1) -> list[int]:
     """Return a number of each layer, of a field that gives one or each. Raises CheckpointError."""
     given = fields.get(name)
     values = getattr(given, "values", [given] * count)
     each = values.tolist() if hasattr(values, "tolist") else list(values)
-    return [Fields({name: value}, fields.source).whole(name) for value in each]
+    return [Fields({name: value}, fields.source).whole(name, least=least) for value in each]
 
 
 def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
@@ -170,6 +170,60 @@ def _lfm2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     return Fields(own, fields.source), {**more, "block_auto_adjust_ff_dim": False}
 
 
+def _granitehybrid(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file, and those of its Mamba-2 layers. Raises CheckpointError."""
+    kinds = [FULL] * fields.whole("block_count")
+    own, kinds = _by_layer(dict(fields.raw), fields.source, LINEAR, kinds)
+    heads, values = fields.whole("ssm.time_step_rank"), fields.whole("ssm.inner_size")
+    shared = "expert_shared_feed_forward_length"
+    return Fields(own, fields.source), {
+        "layer_types": kinds,
+        "num_local_experts": fields.get("expert_count"),
+        "shared_intermediate_size": fields.get(shared) or fields.get("feed_forward_length"),
+        # llama.cpp's sign for models that rotate.
+        "position_embedding_type": "rope" if fields.flag("rope.scaling.finetuned", True) else None,
+        "mamba_n_heads": heads,
+        "mamba_n_groups": fields.whole("ssm.group_count"),
+        "mamba_d_state": fields.whole("ssm.state_size"),
+        "mamba_d_head": values // heads,
+        "mamba_d_conv": fields.whole("ssm.conv_kernel"),
+        "mamba_expand": values // fields.whole("embedding_length"),
+        "mamba_conv_bias": _with_conv_bias(names),
+    }
+
+
+def _nemotron_h(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file without what only drafts, and those of its Mamba-2 layers. Raises
+    CheckpointError.
+    """
+    count = fields.whole("block_count") - (fields.raw.get("nextn_predict_layers") or 0)
+    own, kinds = _by_layer(dict(fields.raw), fields.source, LINEAR, [FULL] * count)
+    own["block_count"] = count
+    widths = _of_layers(fields, "feed_forward_length", count, least=0)[:count]
+    for block, width in enumerate(widths):
+        if width:
+            kinds[block] = "moe" if f"blk.{block}.ffn_gate_inp.weight" in names else "mlp"
+    # Nothing rotates.
+    own = {name: value for name, value in own.items() if not name.startswith("rope.")}
+    own["feed_forward_length"] = max(widths, default=0)
+    heads = fields.whole("ssm.time_step_rank")
+    return Fields(own, fields.source), {
+        "layers_block_type": kinds,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": fields.whole("ssm.inner_size") // heads,
+        "n_groups": fields.whole("ssm.group_count"),
+        "ssm_state_size": fields.whole("ssm.state_size"),
+        "conv_kernel": fields.whole("ssm.conv_kernel"),
+        "use_conv_bias": _with_conv_bias(names),
+        "moe_latent_size": fields.get("moe_latent_size"),
+        "norm_topk_prob": fields.flag("expert_weights_norm", True),
+    }
+
+
+def _with_conv_bias(names: Set[str]) -> bool:
+    return any(name.endswith("ssm_conv1d.bias") for name in names)
+
+
 def _by_layer(
     own: dict[str, Any], where: str, recurrent: str, kinds: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -194,7 +248,10 @@ _EXPERTS = {
     "expert_count": EXPERT_COUNTS,
     "expert_used_count": ("num_experts_per_tok", "moe_k", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
-    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_shared_feed_forward_length": (
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
     "interleave_moe_layer_step": ("moe_layer_interval",),
@@ -228,4 +285,7 @@ OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, An
     "qwen3next": _qwen3next,
     "laguna": _laguna,
     "lfm2": _lfm2,
+    "granitehybrid": _granitehybrid,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
 }

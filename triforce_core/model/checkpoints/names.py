@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -81,6 +81,13 @@ class Naming:
     last_norm: str = "norm.weight"
     recurrent: RecurrentNames = field(default_factory=RecurrentNames)
     experts: ExpertNames = field(default_factory=ExpertNames)
+
+    def blocks(self, layers: Sequence[LayerSpec]) -> list[int]:
+        """Return the number of each layer, or of its mixer if MLPs are numbered too; and the first
+        number behind all.
+        """
+        followed = [self.apart and spec.mlp.width > 0 for spec in layers]
+        return [layer + more for layer, more in enumerate(accumulate(followed, initial=0))]
 
 
 _HF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
@@ -256,6 +263,13 @@ def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str
     return _named(config, ends, naming, layer)
 
 
+def gguf_blocks(family: str, layers: Sequence[LayerSpec]) -> list[int]:
+    """Return the number that each layer, or its mixer, has in GGUF files of a family, and the first
+    number behind all.
+    """
+    return _GGUF_FAMILIES.get(family, _GGUF).blocks(layers)
+
+
 def _named(
     config: ModelConfig, ends: Mapping[str, str], naming: Naming, prefix: str
 ) -> Callable[[str], list[Piece]]:
@@ -267,14 +281,13 @@ def _named(
         "norm": [Piece(ends["norm"], config.hidden, change=change)],
     }
     parts = {spec: _layer_pieces(spec, config, naming) for spec in config.distinct_layers}
-    apart = (bool(spec.mlp.width) and naming.apart for spec in config.layers)
-    firsts = [layer + more for layer, more in enumerate(accumulate(apart, initial=0))]
+    blocks = naming.blocks(config.layers)
 
     def lookup(name: str) -> list[Piece]:
         if name in whole:
             return whole[name]
         _, layer, part = name.split(".")
-        spec, number = config.layers[int(layer)], firsts[int(layer)]
+        spec, number = config.layers[int(layer)], blocks[int(layer)]
         if naming.apart and part in ("post_norm", *spec.mlp.shapes(config.hidden)):
             number += 1
         return [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from triforce_core.model.families.family import (
@@ -51,8 +50,8 @@ def _check_steps(fields: Fields) -> None:
     if limits is None:
         return
     # Infinity is written in more than one way, also as an object.
-    most = limits[-1] if isinstance(limits, Sequence) and len(limits) == 2 else 0.0
-    if limits[:1] != [0] or (isinstance(most, int | float) and math.isfinite(most)):
+    least, most = limits if isinstance(limits, list) and len(limits) == 2 else (None, 0.0)
+    if least != 0 or (isinstance(most, int | float) and math.isfinite(most)):
         raise UnsupportedModelError(
             f"{fields.source}: time_step_limit {limits!r} is not supported (only 0 to infinity)"
         )

@@ -46,6 +46,22 @@ GEMMA4 = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
+# Of four layers with attention among forty. Other fields have their defaults.
+_GRANITE4 = {
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 40,
+    "layer_types": ["attention" if index in (5, 15, 25, 35) else "mamba" for index in range(40)],
+    "mamba_d_state": 128,
+    "mamba_d_head": 64,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.0078125,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 100352,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
 SPARSE: Mapping[str, Mapping[str, Any]] = {
     # Those of July 2025 and later, and Qwen3-Coder, which has the same shape.
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
@@ -141,6 +157,47 @@ SPARSE: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 151552,
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
+        "dtype": "bfloat16",
+    },
+    "granite-4.0-h-small": _GRANITE4
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 768,
+        "shared_intermediate_size": 1536,
+        "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "mamba_n_heads": 128,
+        "logits_scaling": 16.0,
+    },
+    "granite-4.0-h-tiny": _GRANITE4
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "shared_intermediate_size": 1024,
+        "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "mamba_n_heads": 48,
+        "logits_scaling": 6.0,
+    },
+    "nemotron-3-nano-30b-a3b": {
+        "model_type": "nemotron_h",
+        "hidden_size": 2688,
+        "intermediate_size": 1856,
+        "hybrid_override_pattern": "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5,
+        "vocab_size": 131072,
+        "max_position_embeddings": 262144,
         "dtype": "bfloat16",
     },
     "mixtral-8x7b": {
