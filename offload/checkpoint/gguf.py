@@ -159,9 +159,10 @@ class GGUFSource:
 
         entry = self._entries[name]
         elements, nbytes = GGML_QUANT_SIZES[entry.kind]
-        if len(entry.shape) < 2 or into.dim() < 2:
-            raw = np.empty(into.numel() * nbytes, np.uint8)
-            entry.file.fill(memoryview(raw), entry.start + corner.row * nbytes, name)
+        if into.dim() < 2:
+            # A vector, which files may have in several rows.
+            raw = np.empty(into.numel() // elements * nbytes, np.uint8)
+            entry.file.fill(memoryview(raw), entry.start + corner.row // elements * nbytes, name)
             into.copy_(torch.from_numpy(converted(raw)).view(into.shape))
             return
         begin, end = corner.column // elements, -(-(corner.column + columns) // elements)

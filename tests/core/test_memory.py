@@ -46,6 +46,7 @@ METHODS = [
     *product(("mistral-windows", "gemma2"), ("autoregressive", "model", "retrieval")),
     # Models whose layers have different heads, or a state, do not draft.
     *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "retrieval")),
+    *product(("granite4-h", "nemotron_h-moe"), ("autoregressive", "ngram", "retrieval")),
     ("qwen3_5", "mtp"),
     *product(("llama", "gpt-oss-moe"), ("eagle3",)),
     *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe", "laguna-moe"), ("autoregressive", "ngram")),

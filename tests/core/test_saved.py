@@ -36,7 +36,16 @@ def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engi
 
 @pytest.mark.one_in(16)
 @pytest.mark.parametrize(
-    "family", ["llama", "exaone4-windows", "mistral-windows", "qwen3_5", "lfm2", "qwen3_moe"]
+    "family",
+    [
+        "llama",
+        "exaone4-windows",
+        "mistral-windows",
+        "qwen3_5",
+        "lfm2",
+        "qwen3_moe",
+        "nemotron_h-moe",
+    ],
 )
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_was_saved_goes_on_as_it_would_have(

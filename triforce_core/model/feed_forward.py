@@ -50,9 +50,14 @@ class Activation(Enum):
     RELU2 = "relu2"
 
     @property
+    def gated(self) -> bool:
+        """Whether it is of a gate, which multiplies the up projection."""
+        return self is not Activation.RELU2
+
+    @property
     def projections(self) -> int:
         """Number of projections that an MLP has before it: gate and up, or up alone."""
-        return 1 if self is Activation.RELU2 else 2
+        return 1 + self.gated
 
 
 @dataclass(frozen=True, repr=False)

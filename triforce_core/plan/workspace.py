@@ -155,9 +155,9 @@ def _recurrent_bytes(
     projected, mixed = mixer.shapes(hidden)["qkv"][0], mixer.shapes(hidden)["o"][1]
     channels = (2 if by_host else 3) * mixer.channels
     nbytes = tokens * (2 * hidden + projected + channels + 2 * mixed) * itemsize
-    if isinstance(mixer, Mamba2):
-        # Results of the convolution in float32, outputs, and what is added to them and gates them.
-        nbytes += tokens * (mixer.channels + 3 * mixer.values) * 4
+    if isinstance(mixer, Mamba2) and itemsize < 4:
+        # Results of the convolution in float32, outputs, and what gates them.
+        nbytes += tokens * (mixer.channels + 2 * mixer.values) * 4
     return nbytes + 2 * (MOST_HELD + mixer.taps) * mixer.channels * itemsize
 
 

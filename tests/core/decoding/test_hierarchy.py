@@ -51,6 +51,10 @@ def engine(path: Path, placement: str = "kv", **options: object) -> Engine:
     )
 
 
+# Families with Mamba-2 layers.
+MAMBA = ("granite4-h", "nemotron_h")
+
+
 def filled(options: dict, own: Path, other: Path) -> dict:
     places = {"{self}": own, "{other}": other}
     return {**options, "draft": places.get(options["draft"], options["draft"])}
@@ -76,7 +80,8 @@ def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
     for i in chosen:
         placement = ("kv", "resident", "kv-in-part", "kv-one-slot")[i % 4]
         # A model whose layers have different heads, or a state, does not draft.
-        own = other if family.startswith(("gemma4", "qwen3_5", "qwen3_next", "lfm2")) else path
+        drafts = not family.startswith(("gemma4", "qwen3_5", "qwen3_next", "lfm2", *MAMBA))
+        own = path if drafts else other
         with engine(path, placement, **filled(RUNS[i], own, other)) as ours:
             for prompt, expected in zip(prompts, theirs, strict=True):
                 result = ours.generate(prompt, greedy(NEW))

@@ -32,6 +32,11 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gemma4": {"initializer_range": 0.15},
     "qwen3_5": {"layer_types": ["linear_attention", "full_attention"], "sliding_window": None},
     "lfm2": {"layer_types": ["conv", "full_attention"], "sliding_window": None},
+    "granite4-h": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "sliding_window": None,
+        "logits_scaling": 4.0,
+    },
     "gpt-oss-moe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"layer_types": None, "sliding_window": None, "moe_intermediate_size": 16},
 }

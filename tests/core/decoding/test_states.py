@@ -35,7 +35,7 @@ from triforce_offload.weights.formats import DTYPES
 NEW = 40
 # Rows that are folded at a time where room is little.
 FEW = 8
-FAMILIES = ("qwen3_5", "lfm2")
+FAMILIES = ("qwen3_5", "granite4-h", "lfm2")
 RUNS = {
     "plain": {"method": "autoregressive"},
     "retrieval": {"draft": "none", "budget": 16, "draft_tokens": 30},

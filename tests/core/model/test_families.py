@@ -329,7 +329,8 @@ def test_mixers_and_mlps_of_nemotron_h_are_layers() -> None:
     assert widths == [40, 0, CONFIG["intermediate_size"]]
     assert not config.attention.rotated
     shapes = config.layers[1].shapes(config.hidden)
-    assert "post_norm" not in shapes and "down" not in shapes
+    assert "post_norm" not in shapes
+    assert "down" not in shapes
     for change, named in (
         ({"hybrid_override_pattern": "E*M-"}, "an MLP that does not follow a mixer"),
         ({"hybrid_override_pattern": "*-E"}, "an MLP that does not follow a mixer"),

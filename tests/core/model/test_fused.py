@@ -45,7 +45,10 @@ def logits(path: Path) -> tuple[torch.Tensor, int]:
     drafts = {"method": "speculative", "draft": "ngram", "draft_tokens": 16}
     with Engine.from_pretrained(path, device="cpu", max_context=128, **drafts) as engine:
         layers = engine.models.target.config.layers
-        dense = sum(isinstance(each.mlp, DenseMLP) and not each.parallel for each in layers)
+        dense = sum(
+            isinstance(each.mlp, DenseMLP) and not each.parallel and each.mlp.activation.gated
+            for each in layers
+        )
         return in_passes(engine, random_ids(TEXT, seed=1), PROMPT, ROWS), len(layers) + dense
 
 

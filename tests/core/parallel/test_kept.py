@@ -47,6 +47,7 @@ def goes_on(ours: Engine, path: Path, prompt: list[int]) -> list[int]:
         *(("mistral-windows", 2, 1), ("mistral-windows", 1, 2)),
         *(("gemma4", 2, 1), ("gemma4", 1, 2)),
         *(("qwen3_5", 2, 1), ("qwen3_5", 1, 2), ("lfm2", 2, 1), ("lfm2", 1, 2)),
+        *(("nemotron_h-moe", 2, 1), ("nemotron_h-moe", 1, 2)),
     ],
 )
 @pytest.mark.parametrize("placement", ["resident", "kv-in-part"])

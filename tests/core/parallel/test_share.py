@@ -18,7 +18,7 @@ from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoi
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.layers import LayerSpec, Mamba2
 from triforce_core.model.sharing.divided import spread
 from triforce_core.model.sharing.share import Share, mlp_unit
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
@@ -130,6 +130,9 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
                 if name.endswith("qkv_bias"):
                     mixer = config.attention
                     rows = [mixer.queries, mixer.keys, mixer.keys]
+                if name.endswith("conv_bias") and isinstance(config.recurrent, Mamba2):
+                    mixer = config.recurrent
+                    rows = [mixer.keys, mixer.keys, mixer.values]
                 split = expected.split(rows or expected.shape[0])
                 taken = []
                 for piece, window in zip(split, share.windows(name), strict=True):
@@ -149,6 +152,7 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
         *product(("qwen2_moe", "mixtral"), (2, 3)),
         *product(("olmo2", "olmo3"), (2, 4)),
         *product(("qwen3_5", "lfm2"), (2, 3)),
+        *product(("granite4-h-moe", "nemotron_h-moe"), (2,)),
     ],
 )
 def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) -> None:

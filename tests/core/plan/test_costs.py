@@ -167,7 +167,9 @@ def test_layers_of_every_family_cost_something(family: str) -> None:
     else:
         raw |= {"sliding_window": None}
     if family == "granitemoehybrid":
-        raw |= {"layer_types": ["attention"] * 4, "num_local_experts": 0}
+        raw |= {"layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0}
+    if family == "nemotron_h":
+        raw |= {"hybrid_override_pattern": "M-*E"}
     if family.startswith("gemma4"):
         raw |= {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
     config = from_hf(raw | {"model_type": family, "head_dim": 16}, {})

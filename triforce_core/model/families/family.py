@@ -114,7 +114,7 @@ def layer(
 
 def activation(fields: Fields, name: str) -> Activation:
     """Return the activation of a gate that a field names. Raises UnsupportedModelError."""
-    known = [each.value for each in Activation if each.projections == 2]
+    known = [each.value for each in Activation if each.gated]
     value = fields.raw.get(name, "silu")
     if value not in known:
         raise UnsupportedModelError(f"{name} {value!r} is not supported (only {', '.join(known)})")
