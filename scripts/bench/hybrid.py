@@ -48,6 +48,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 64,
     },
     "Lfm2": {"layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
+    "GraniteMoeHybrid": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"] + ["linear_attention"] * 4,
+        "shared_intermediate_size": 768,
+        "num_local_experts": 0,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 64,
+    },
     "Qwen3Moe": {
         "head_dim": 64,
         "num_experts": 32,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from triforce_core.model.checkpoints.names import (
     gguf_names,
     hf_names,
 )
-from triforce_core.model.checkpoints.pieces import Piece, block_type, stored_shapes
+from triforce_core.model.checkpoints.pieces import Piece, block_type, fits, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.sharing.share import Share
@@ -173,7 +172,7 @@ class Checkpoint:
         pieces = head_pieces(naming(self.config, renamed), full, names)
         head = MtpHead(self, mtp_config(self.config), pieces)
         complete = all(
-            name in held and _fits(self._source.shape(name), shape)
+            name in held and fits(self._source.shape(name), shape)
             for name, shape in head.stored_shapes()
         )
         return head if complete else None
@@ -252,7 +251,7 @@ class Checkpoint:
                 f"({len(unused)} such tensors)"
             )
         for name, shape in expected.items():
-            if name in held and not _fits(stored := self._source.shape(name), shape):
+            if name in held and not fits(stored := self._source.shape(name), shape):
                 yield CheckpointError(
                     f"{self.path}: {name} has shape {list(stored)}, its config says {list(shape)}"
                 )
@@ -284,21 +283,6 @@ class Checkpoint:
             yield from stored_shapes(self._names(name), shape)
         if self._rope_factors is not None:
             yield self._rope_factors, (config.attention.head_dim // 2,)
-
-
-def _fits(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a stored shape is one of the model's, apart from dimensions of size 1, which formats
-    leave out or not, matrices that are stacked in one, one above the other, and vectors in parts
-    (norms of groups).
-    """
-    if len(shape) == 1:
-        return prod(stored) == shape[0]
-
-    def filled(shape: tuple[int, ...]) -> tuple[int, ...]:
-        sizes = tuple(size for size in shape if size != 1)
-        return sizes if len(sizes) < 3 else (prod(sizes[:-1]), sizes[-1])
-
-    return filled(stored) == filled(shape)
 
 
 def _read_changed(source: TensorSource, piece: Piece, into: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import prod
 from typing import TYPE_CHECKING
 
 from triforce_core.model.sharing.divided import Window
@@ -112,6 +113,21 @@ def stored_shapes(
     for stored, count in rows.items():
         width = columns.get(stored)
         yield stored, (count, *shape[1:]) if width is None else (count, width)
+
+
+def fits(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a stored shape is one of the model's, apart from dimensions of size 1, which formats
+    leave out or not, matrices that are stacked in one, one above the other, and vectors in parts
+    (norms of groups).
+    """
+    if len(shape) == 1:
+        return prod(stored) == shape[0]
+
+    def filled(shape: tuple[int, ...]) -> tuple[int, ...]:
+        sizes = tuple(size for size in shape if size != 1)
+        return sizes if len(sizes) < 3 else (prod(sizes[:-1]), sizes[-1])
+
+    return filled(stored) == filled(shape)
 
 
 def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, ...] | None:

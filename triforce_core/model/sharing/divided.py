@@ -208,8 +208,8 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
             if mixer.key_heads < ranks:
                 # Of a group there is one norm, which would need its sums over ranks.
                 raise UsageError(
-                    f"Mamba-2 layers with {mixer.key_heads} groups of heads do not spread over "
-                    f"{ranks} GPUs"
+                    f"Mamba-2 layers do not spread over {ranks} GPUs: groups of heads stay whole, "
+                    f"and there are {mixer.key_heads}"
                 )
             heads = Heads.divided(mixer.value_heads, mixer.key_heads, ranks)
             return DividedMamba2(mixer, heads)
