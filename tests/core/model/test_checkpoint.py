@@ -56,6 +56,22 @@ def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:
     assert generate(tmp_path / "m.gguf") == reference(model)
 
 
+def test_gguf_of_nemotron_with_a_head_that_only_drafts(tiny, tmp_path) -> None:
+    """As converters write Nemotron 3.5: the head is one more block, attention and experts in one."""
+    _, model = tiny("nemotron_h-moe")
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        held, name = writer.kv_data[0], "nemotron_h_moe."
+        held[f"{name}block_count"].value += 1
+        held[f"{name}attention.head_count_kv"].value += [2]
+        held[f"{name}feed_forward_length"].value += [40]
+        writer.add_nextn_predict_layers(1)
+
+    extra = {"blk.5.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
+    write_gguf(model, tmp_path / "m.gguf", describe=describe, extra=extra)
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
 @pytest.mark.parametrize(
     ("family", "more", "named"),
     [

@@ -116,9 +116,9 @@ def stored_shapes(
 
 
 def fits(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a stored shape is one of the model's, apart from dimensions of size 1, which formats
-    leave out or not, matrices that are stacked in one, one above the other, and vectors in parts
-    (norms of groups).
+    """Return whether a stored shape is one of the model's, apart from dimensions of size 1, which
+    formats leave out or not, matrices that are stacked in one, one above the other, and vectors in
+    parts (norms of groups).
     """
     if len(shape) == 1:
         return prod(stored) == shape[0]

@@ -76,10 +76,8 @@ _UNSUPPORTED = (
     (r"glm-4[.]\d-flash|glm-5", "GLM-4.7-Flash and GLM-5"),
     (r"deepseek", "DeepSeek"),
     (r"command-r($|-(v|plus|08))|(^|/)aya", "Cohere before Command R7B"),
-    (
-        r"nemotron-(3-|3[.]5-)?(super|ultra|4|mini)|minitron",
-        "Nemotron 3 Super and Ultra, Nemotron-4, Minitron",
-    ),
+    (r"nemotron-(3-|3[.]5-)?(super|ultra)", "Nemotron 3 Super and Ultra"),
+    (r"nemotron-(4|mini)|minitron", "Nemotron-4 and Minitron"),
     (r"lfm2[.-].*(a\d|vl|moe)|lfm3", "LFM2 with experts or images, and LFM3"),
     (r"minimax-(m1|m3|text|vl)", "MiniMax-M1 and MiniMax-M3"),
     (r"laguna-m", "Laguna-M"),
