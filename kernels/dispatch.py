@@ -83,6 +83,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "convolve": ("recurrent.conv.reference_convolve", "recurrent.conv_triton.convolve"),
     "delta_gates": ("recurrent.gates.reference_gates", "recurrent.gates_triton.gates"),
     "gated_norm": ("recurrent.gates.reference_norm", "recurrent.gates_triton.norm"),
+    "step_gates": ("recurrent.gates.reference_step_gates", "recurrent.gates_triton.step_gates"),
     "norm_of_gated": (
         "recurrent.gates.reference_norm_of_gated",
         "recurrent.gates_triton.norm_of_gated",

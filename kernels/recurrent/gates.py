@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from triforce_kernels.checks import alike, require
@@ -63,11 +65,50 @@ def gated_norm(
     return implementation("gated_norm", x.device)(x, weight, gate, eps)
 
 
+def step_gates(
+    steps: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logarithms of decays, factor * rates, and rates, softplus(steps + bias), [rows, heads]
+    float32 each.
+
+    steps: [rows, heads]
+    factor, bias: [heads] float32
+
+    Raises ValueError for inputs that do not fit.
+    """
+    require(
+        "step_gates",
+        alike(factor, bias)
+        and factor.dtype == torch.float32
+        and steps.device == factor.device
+        and (steps.stride(-1) == 1 or steps.shape[-1] == 1)
+        and factor.shape == bias.shape == steps.shape[1:],
+        steps=steps,
+        factor=factor,
+        bias=bias,
+    )
+    return implementation("step_gates", steps.device)(steps, factor, bias)
+
+
+class Skip(NamedTuple):
+    """What is added to the output of a recurrence: values [rows, width] times the factor of their
+    head, [heads], both float32.
+    """
+
+    values: torch.Tensor
+    factor: torch.Tensor
+
+
 def norm_of_gated(
-    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, groups: int
+    x: torch.Tensor,
+    skip: Skip,
+    weight: torch.Tensor,
+    gate: torch.Tensor,
+    eps: float,
+    groups: int,
 ) -> torch.Tensor:
-    """Return the RMS norm of each group of x times SiLU of its gate, [rows, width] in the gate's
-    dtype. The norm is in float32, and rounded before it is multiplied by its weights.
+    """Return the RMS norm of each group of (x + skip) times SiLU of its gate, [rows, width] in the
+    gate's dtype. The norm is in float32, and rounded before it is multiplied by its weights.
 
     x: [rows, width] float32, contiguous
     weight: [width]
@@ -78,21 +119,25 @@ def norm_of_gated(
     Raises ValueError for inputs that do not fit.
     """
     rows, width = x.shape
+    values, factor = skip
     require(
         "norm_of_gated",
         alike(weight, gate)
+        and alike(x, values, factor)
         and x.dtype == torch.float32
         and x.device == gate.device
         and x.is_contiguous()
         and weight.shape == (width,)
-        and gate.shape == (rows, width)
-        and width % groups == 0,
+        and gate.shape == values.shape == (rows, width)
+        and width % groups == width % len(factor) == 0,
         x=x,
+        values=values,
+        factor=factor,
         weight=weight,
         gate=gate,
         groups=groups,
     )
-    return implementation("norm_of_gated", x.device)(x, weight, gate, eps, groups)
+    return implementation("norm_of_gated", x.device)(x, skip, weight, gate, eps, groups)
 
 
 def reference_gates(
@@ -108,9 +153,23 @@ def reference_norm(
     return (normed.flatten(1) * silu(gate.float())).to(x.dtype)
 
 
+def reference_step_gates(
+    steps: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rates = softplus(steps.float() + bias)
+    return rates * factor, rates
+
+
 def reference_norm_of_gated(
-    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float, groups: int
+    x: torch.Tensor,
+    skip: Skip,
+    weight: torch.Tensor,
+    gate: torch.Tensor,
+    eps: float,
+    groups: int,
 ) -> torch.Tensor:
-    each = (x * silu(gate.float())).unflatten(1, (groups, -1))
+    heads = skip.values.unflatten(1, (len(skip.factor), -1))
+    whole = (heads * skip.factor[:, None]).flatten(1).add_(x)
+    each = whole.mul_(silu(gate.float())).unflatten(1, (groups, -1))
     normed = rms_norm(each, each.new_ones(each.shape[-1]), eps)
     return normed.flatten(1).to(gate.dtype) * weight

@@ -39,7 +39,13 @@ from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swigl
 from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, WHOLE_ROWS
 from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_chunks, delta_rule
-from triforce_kernels.recurrent.gates import delta_gates, gated_norm
+from triforce_kernels.recurrent.gates import (
+    Skip,
+    delta_gates,
+    gated_norm,
+    norm_of_gated,
+    step_gates,
+)
 from triforce_kernels.same_bits import same_bits
 from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
@@ -248,6 +254,9 @@ def launch_recurrent(dtype: torch.dtype) -> None:
         rows = DeltaRows(*heads, *gates)
         gate = torch.empty(count, 48 * 128, dtype=dtype)
         gated_norm(heads[2].contiguous(), gate[0, :128].contiguous(), gate, 1e-6)
+        step_gates(joint[:, :48], each, each)
+        wide = torch.empty(gate.shape)
+        norm_of_gated(wide, Skip(wide, each), gate[0].contiguous(), gate, 1e-6, 8)
         seen = None if count == 17 else torch.ones(count, count, dtype=torch.bool)
         room = LeftRows(left[:16], left, left[..., 0].contiguous())
         for corrects in (True, False):

@@ -12,7 +12,13 @@ from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
 
 from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_chunks, delta_rule, fold
-from triforce_kernels.recurrent.gates import delta_gates, gated_norm
+from triforce_kernels.recurrent.gates import (
+    Skip,
+    delta_gates,
+    gated_norm,
+    norm_of_gated,
+    step_gates,
+)
 
 ROOM = 60
 # Key heads, value heads, and the sizes of their heads.
@@ -210,6 +216,33 @@ def test_gated_norms_are_those_of_the_formula(backend, draw, dtype, size) -> Non
     assert_near(gated_norm(x, weight, gate, 1e-5), exact, 2 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", INTERPRETED)
+def test_gates_of_steps_are_those_of_the_formula(backend, draw, dtype) -> None:
+    steps = (draw(5, 20) * 8).to(dtype)[:, 3:9]
+    factor, bias = -draw(6).exp(), draw(6) * 4
+    logs, rates = step_gates(steps, factor, bias)
+    exact = torch.nn.functional.softplus(steps.double() + bias)
+    assert_near(rates, exact, TOLERANCE[torch.float32])
+    assert_near(logs, exact * factor, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize(("heads", "groups"), [(6, 1), (6, 3), (3, 3)])
+def test_norms_of_gated_groups_are_those_of_the_formula(
+    backend, draw, dtype, heads, groups
+) -> None:
+    width = heads * 20
+    x, values, factor = draw(4, width), draw(4, width + 9)[:, 4:-5], draw(heads)
+    weight, gate = draw(width, dtype=dtype), draw(4, width + 7, dtype=dtype)[:, 5:-2]
+    skipped = values.double().unflatten(1, (heads, -1)) * factor[:, None]
+    exact = (x + skipped.flatten(1)) * torch.nn.functional.silu(gate.double())
+    exact = exact.unflatten(1, (groups, -1))
+    exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-5)
+    ours = norm_of_gated(x, Skip(values, factor), weight, gate, 1e-5, groups)
+    assert ours.dtype == dtype
+    assert_near(ours, exact.flatten(1) * weight, 2 * TOLERANCE[dtype])
+
+
 def test_what_does_not_fit_is_reported(backend, draw) -> None:
     shape = SHAPES[0]
     rows, state = drawn_rows(draw, 3, shape, torch.float32), draw(*shape[1:])
@@ -217,5 +250,10 @@ def test_what_does_not_fit_is_reported(backend, draw) -> None:
         delta_rule(rows, state, room(shape), 58)
     with pytest.raises(ValueError, match=r"delta_rule cannot take queries \(3, 2, 8\)"):
         delta_rule(rows._replace(queries=rows.queries[..., :8]), state, room(shape), 0)
+    wide, factor = draw(2, 12), draw(5)
+    with pytest.raises(ValueError, match=r"norm_of_gated cannot take .*groups 3"):
+        norm_of_gated(wide, Skip(wide, factor), wide[0], wide, 1e-5, 3)
+    with pytest.raises(ValueError, match=r"step_gates cannot take steps \(2, 12\)"):
+        step_gates(wide, factor, factor)
     with pytest.raises(ValueError, match=r"convolve cannot take inputs \(2, 5\)"):
         convolve(draw(2, 5), Convolution(draw(5, 1, 3)), None)

@@ -13,7 +13,13 @@ from triforce_kernels.attention.attention import Softmax
 from triforce_kernels.elementwise import sigmoid, softplus
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
-from triforce_kernels.recurrent.gates import delta_gates, gated_norm, norm_of_gated
+from triforce_kernels.recurrent.gates import (
+    Skip,
+    delta_gates,
+    gated_norm,
+    norm_of_gated,
+    step_gates,
+)
 from triforce_kernels.weights.linear import linear
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.ranks import Ranks
@@ -174,19 +180,16 @@ class Mamba2Mixer:
         convolution = Convolution(w["conv"], w.get("conv_bias"), activates=True)
         mixed = cache.convolve(self._place, inputs, convolution, batch).float()
         queries, keys, values = mixed.split((spec.keys, spec.keys, spec.values), 1)
-        values = values.unflatten(1, (-1, spec.value_dim))
-        rates = softplus(steps.float() + w["decay_bias"])
         rows = DeltaRows(
             queries.unflatten(1, (-1, spec.key_dim)),
             keys.unflatten(1, (-1, spec.key_dim)),
-            values,
-            rates * w["decay"],
-            rates,
+            values.unflatten(1, (-1, spec.value_dim)),
+            *step_gates(steps, w["decay"], w["decay_bias"]),
             corrects=False,
         )
-        out = cache.recur(self._place, rows, batch)
-        out += values * w["skip"][:, None]
-        return norm_of_gated(out.flatten(1), w["head_norm"], gate, self._norm.eps, spec.key_heads)
+        out = cache.recur(self._place, rows, batch).flatten(1)
+        skip = Skip(values, w["skip"])
+        return norm_of_gated(out, skip, w["head_norm"], gate, self._norm.eps, spec.key_heads)
 
 
 class ShortConvMixer:

@@ -57,7 +57,7 @@ def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:
 
 
 def test_gguf_of_nemotron_with_a_head_that_only_drafts(tiny, tmp_path) -> None:
-    """As converters write Nemotron 3.5: the head is one more block, attention and experts in one."""
+    """As converters write Nemotron 3.5: the head is one more block, with attention and experts."""
     _, model = tiny("nemotron_h-moe")
 
     def describe(writer: gguf.GGUFWriter) -> None:
