@@ -72,7 +72,7 @@ def write_gguf(
 
     describe: adds more metadata
     mixed: `down` and `v` of even layers are in Q8_0 instead
-    head: tensors of an MTP head of Qwen3.5, as Qwen names them
+    head: tensors of an MTP head, as Qwen names them
     """
     config = model.config
     architecture = _RENAMED.get(config.model_type, config.model_type)
@@ -84,7 +84,7 @@ def write_gguf(
         describe(writer)
     _describe_family(writer, config, head_dim)
     tensors = (extra or {}) | _tensors(model, architecture)
-    tensors |= _of_head(head, config.num_hidden_layers) if head else {}
+    tensors |= _of_head(head, config) if head else {}
     for name, array in tensors.items():
         stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
         if architecture == "gpt-oss" and not name.endswith("_exps.weight"):
@@ -199,8 +199,9 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
     return tensors
 
 
-def _of_head(head: dict[str, torch.Tensor], layers: int) -> dict[str, np.ndarray]:
+def _of_head(head: dict[str, torch.Tensor], config: object) -> dict[str, np.ndarray]:
     """The tensors of an MTP head as the converter stores them: as one more layer."""
+    layers, folded = config.num_hidden_layers, config.model_type != "glm4_moe"
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layers + 1)
     others = {
         "mtp.fc.weight": "eh_proj",
@@ -210,7 +211,7 @@ def _of_head(head: dict[str, torch.Tensor], layers: int) -> dict[str, np.ndarray
     }
     tensors = {}
     for name, tensor in head.items():
-        array = tensor.numpy() + ("norm" in name)
+        array = tensor.numpy() + (folded and "norm" in name)
         if name in others:
             tensors[f"blk.{layers}.nextn.{others[name]}.weight"] = array
         else:

@@ -99,14 +99,17 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
 
 
 def add_head(directory: Path, model: torch.nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Add a random MTP head to a model's files, as Qwen names it. Return its tensors."""
+    """Add a random MTP head to a model's files, as its family names it. Return its tensors as Qwen
+    names them.
+    """
     from safetensors.torch import load_file, save_file
 
     held, generator = (
         load_file(directory / "model.safetensors"),
         torch.Generator().manual_seed(seed),
     )
-    layer = model.config.layer_types.index("full_attention")
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
+    layer = kinds.index("full_attention") if len(kinds) > 1 else model.config.num_hidden_layers - 1
     width, whole = model.config.hidden_size, f"model.layers.{layer}."
     shapes = {
         name.replace(whole, "mtp.layers.0."): tensor.shape
@@ -117,8 +120,32 @@ def add_head(directory: Path, model: torch.nn.Module, seed: int = 0) -> dict[str
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     shapes |= {f"mtp.{name}.weight": torch.Size((width,)) for name in norms}
     head = {n: torch.randn(shape, generator=generator) * 0.2 for n, shape in shapes.items()}
-    save_file(held | head, directory / "model.safetensors", metadata={"format": "pt"})
+    stored = head
+    if model.config.model_type == "glm4_moe":
+        stored = as_further_layer(head, model.config.num_hidden_layers)
+        # It has the model's own, once more.
+        own = f"model.layers.{model.config.num_hidden_layers}."
+        stored[f"{own}embed_tokens.weight"] = held["model.embed_tokens.weight"].clone()
+        stored[f"{own}shared_head.head.weight"] = held["lm_head.weight"].clone()
+    save_file(held | stored, directory / "model.safetensors", metadata={"format": "pt"})
     return head
+
+
+def as_further_layer(head: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    """The tensors of a head as DeepSeek and GLM name them: of one more layer."""
+    own = f"model.layers.{layers}."
+    names = {
+        "mtp.layers.0.": own,
+        "mtp.fc.": f"{own}eh_proj.",
+        "mtp.pre_fc_norm_embedding.": f"{own}enorm.",
+        "mtp.pre_fc_norm_hidden.": f"{own}hnorm.",
+        "mtp.norm.": f"{own}shared_head.norm.",
+    }
+    renamed = {}
+    for name, tensor in head.items():
+        old = next(prefix for prefix in names if name.startswith(prefix))
+        renamed[names[old] + name.removeprefix(old)] = tensor
+    return renamed
 
 
 def full_layers(config: object) -> object:

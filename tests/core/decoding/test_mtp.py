@@ -62,9 +62,12 @@ class TheirHead:
         from transformers.modeling_layers import MtpLayer
 
         config = copy.deepcopy(model.config)
-        config.layer_types = ["full_attention"] * len(config.layer_types)
-        self._model = copy.deepcopy(model).double()
-        layer = model.model.layers[model.config.layer_types.index("full_attention")]
+        self._model, layer = copy.deepcopy(model).double(), model.model.layers[-1]
+        if kinds := getattr(config, "layer_types", None):
+            layer = model.model.layers[kinds.index("full_attention")]
+            config.layer_types = ["full_attention"] * len(kinds)
+        # A head has experts, whatever the first layers of a model have.
+        config.first_k_dense_replace = 0
         head = MtpLayer(config, type(layer), type(layer.input_layernorm), 0)
         renamed = {
             "mtp.fc.": "eh_proj.",
@@ -140,6 +143,8 @@ def test_the_head_computes_what_transformers_does(headed) -> None:
         ("qwen3_5_moe", "stacked"),
         ("qwen3_5_moe", "gguf"),
         ("qwen3_next-moe", "apart"),
+        ("glm4_moe", "apart"),
+        ("glm4_moe", "gguf"),
     ],
 )
 def test_so_does_a_head_with_experts(tmp_path, family: str, files: str) -> None:

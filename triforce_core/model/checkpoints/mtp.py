@@ -44,8 +44,9 @@ _QWEN = HeadNames(
 )
 
 
+_GGUF_NORM = "shared_head_norm"
 # Families whose published files have a head.
-_PUBLISHED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+_PUBLISHED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe")
 
 
 def like_head(config: ModelConfig) -> int:
@@ -84,23 +85,26 @@ def planned_pieces(config: ModelConfig, pieces: Pieces) -> Pieces:
 
 def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
     """Return how the head is named in files with tensors of these names; None if there is none, or
-    one that is not known: with several layers, or an embedding of its own.
+    one that is not known: with several layers, or Qwen's with an embedding of its own.
+
+    Embedding and output matrix of a head that is named as a further layer are the model's, though
+    files may have them twice.
 
     layers: number of layers of the model
     """
-    own = f"blk.{layers}."
-    rest = ("enorm", "hnorm", "eh_proj", "shared_head_norm")
-    llama_cpp = HeadNames(own, *(f"{own}nextn.{each}.weight" for each in rest))
+    own, rest = f"blk.{layers}.", ("enorm", "hnorm", "eh_proj")
+    llama_cpp = HeadNames(own, *(f"{own}nextn.{each}.weight" for each in (*rest, _GGUF_NORM)))
+    own = f"model.layers.{layers}."
+    deepseek = HeadNames(own, *(f"{own}{each}.weight" for each in (*rest, "shared_head.norm")))
     further = (
         "mtp.layers.1.input_layernorm.weight",
         "mtp.embed_tokens.weight",
         f"blk.{layers + 1}.attn_norm.weight",
-        f"{own}nextn.embed_tokens.weight",
-        f"{own}nextn.shared_head_head.weight",
+        f"model.layers.{layers + 1}.input_layernorm.weight",
     )
     if not names.isdisjoint(further):
         return None
-    return next((each for each in (_QWEN, llama_cpp) if each.join in names), None)
+    return next((each for each in (_QWEN, llama_cpp, deepseek) if each.join in names), None)
 
 
 def layer_prefix(of_model: Callable[[str], list[Piece]], layer: int) -> str:
