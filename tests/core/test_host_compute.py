@@ -204,7 +204,7 @@ def test_a_plan_file_says_which_layers(tiny, tmp_path: Path) -> None:
     assert raw["processor_layers"] == [0, 2]
     with Engine.from_pretrained(path, plan=file, device="cpu") as engine:
         assert engine.memory_plan.placement.processor_layers == (0, 2)
-        assert "2 computed by the processor" in engine.plan.line(LAYERS, 1)
+        assert "2 computed by the CPU" in engine.plan.line(LAYERS, 1)
     with Engine.from_pretrained(path, plan=file, device="cpu", host_compute="off") as engine:
         assert engine.memory_plan.placement.processor_layers == ()
 
@@ -278,7 +278,7 @@ def test_the_processor_is_measured_where_it_has_kernels(monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     dispatch._backend.cache_clear()
     assert measure_processor() is None
-    with pytest.raises(UsageError, match="the processor cannot compute parts of passes"):
+    with pytest.raises(UsageError, match="the CPU cannot compute parts of passes"):
         check_processor()
     dispatch._backend.cache_clear()
     measure_processor.cache_clear()

@@ -105,7 +105,7 @@ def test_the_same_bits_exclude_what_the_processor_computes(tiny, monkeypatch) ->
     path, _ = tiny("llama")
     monkeypatch.setattr("triforce_core.loading.devices.backend", lambda device: TRITON)
     options = {"device": "cuda:0", "max_context": 200, "same_bits": "on"}
-    with pytest.raises(UsageError, match="--same-bits on is not possible where the processor"):
+    with pytest.raises(UsageError, match="--same-bits on is not possible where the CPU"):
         Engine.from_pretrained(path, **options, host_compute=0.5)
     with Engine.from_pretrained(path, **options, host_compute="off") as engine:
         assert not engine.memory_plan.streams

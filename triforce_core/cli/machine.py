@@ -27,7 +27,7 @@ def print_machine(*, probe: bool) -> None:
         if rates.processor_bytes_per_second and rates.host_flops_per_second:
             memory, products = rates.processor_bytes_per_second, rates.host_flops_per_second
             words = f"{memory / 1e9:.1f} GB/s of host memory, {products / 1e12:.3g} TFLOP/s"
-            rows.append(("processor", words))
+            rows.append(("CPU", words))
         rows.append(("rates", rates.source))
     Printer().table(("", ""), rows)
 

@@ -34,7 +34,7 @@ _EXPLAINED = {
     "has no room",
     ("-ngl", "--gpu-layers", "--n-gpu-layers"): "there is no number of layers to choose, since as "
     "many stay on the device as fit; --device-memory limits them",
-    ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"): "the planner leaves experts to the processor "
+    ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"): "the planner leaves experts to the CPU "
     "where that is faster; --host-compute sets their share",
 }
 
@@ -189,7 +189,7 @@ def _add_formats(group: Options) -> None:
     )
     add(
         "host_compute",
-        "share of the weights and KV that would stream which the processor computes where they "
+        "share of the weights and KV that would stream which the CPU computes where they "
         "are, from 0 to 1; off is 0; auto: as much as makes a GPU's passes faster",
         type=host_share,
         metavar="auto|off|SHARE",

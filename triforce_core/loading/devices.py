@@ -125,7 +125,7 @@ def check_processor() -> None:
     try:
         backend(torch.device("cpu"))
     except KernelsError as error:
-        raise UsageError(f"the processor cannot compute parts of passes: {error}") from error
+        raise UsageError(f"the CPU cannot compute parts of passes: {error}") from error
 
 
 def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:

@@ -106,7 +106,7 @@ class ProcessorShares(NamedTuple):
         """
         if share and (names := without_kernels(layouts)):
             raise UsageError(
-                f"host_compute {share:g}: the processor has no kernel for {', '.join(names)}"
+                f"host_compute {share:g}: the CPU has no kernel for {', '.join(names)}"
             )
         return cls(share, share)
 

@@ -193,7 +193,7 @@ def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
     if config.uses_processor:
         if asked == ON:
             raise UsageError(
-                "--same-bits on is not possible where the processor computes (--host-compute, or a "
+                "--same-bits on is not possible where the CPU computes (--host-compute, or a "
                 "plan): it adds in another order"
             )
         return sizes

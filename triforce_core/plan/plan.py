@@ -160,7 +160,7 @@ class Plan:
                     ("{} on disk", placement.file_layers),
                     ("the high bits of {}", placement.split_layers),
                     ("of {} layers all but the experts", placement.expert_layers),
-                    ("{} computed by the processor", placement.processor_layers),
+                    ("{} computed by the CPU", placement.processor_layers),
                 )
                 if layers
             ),
@@ -169,7 +169,7 @@ class Plan:
             else "all KV resident",
         ]
         if placement.processor_kv and resident < kv_blocks:
-            parts[-1] += f" and {placement.processor_kv:.0%} of the others left to the processor"
+            parts[-1] += f" and {placement.processor_kv:.0%} of the others left to the CPU"
         if split := [n for n in ("weights", "kv") if getattr(self, n) == SPLIT]:
             parts.append(f"{' and '.join(split).replace('kv', 'KV')} split")
         if self.budget:

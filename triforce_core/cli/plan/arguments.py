@@ -99,7 +99,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
         add(
             "--host-bandwidth",
             metavar="RATE",
-            help="rate of host memory, which all links and the processor share",
+            help="rate of host memory, which all links and the CPU share",
         )
     )
     for_experts(
@@ -107,7 +107,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
             "--host-flops",
             type=float,
             metavar="N",
-            help="operations per second of the processor's products, such as 1.5e12; with "
+            help="operations per second of the CPU's products, such as 1.5e12; with "
             "--host-bandwidth, it may compute weights and KV that would stream",
         )
     )
@@ -178,7 +178,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         type=host_share,
         default=AUTO,
         metavar="auto|off|SHARE",
-        help="share of the weights and KV that would stream which the processor computes; auto: as "
+        help="share of the weights and KV that would stream which the CPU computes; auto: as "
         "much as makes passes faster, if its rates are known",
     )
     add("--resident-kv", metavar="N|Nlayers", help="KV blocks, or layers, that stay on the device")

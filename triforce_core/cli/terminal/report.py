@@ -107,7 +107,7 @@ def _weights(placement: dict[str, Any]) -> str:
     by_processor = placement["processor_layers"]
     text = f"{resident} of {layers} layers resident, {layers - resident - by_processor} streamed"
     if by_processor:
-        text += f", {by_processor} computed by the processor"
+        text += f", {by_processor} computed by the CPU"
     if split := placement["split_layers"]:
         text += f"; of {split} layers only the low bits stream"
     if apart := placement["expert_layers"]:
@@ -122,7 +122,7 @@ def _kv_cache(placement: dict[str, Any]) -> str:
     if not blocks:
         return "all on the device"
     attended = placement["processor_kv_blocks"]
-    by_processor = f", {attended} left to the processor" if attended else ""
+    by_processor = f", {attended} left to the CPU" if attended else ""
     return (
         f"{resident} of {blocks} blocks resident, {blocks - resident - attended} streamed"
         f"{by_processor}; {placement['block_tokens']} tokens a block, and the newest tokens on the "

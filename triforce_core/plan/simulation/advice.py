@@ -23,7 +23,7 @@ def bottleneck(chosen: Candidate) -> str:
         return f"drafting: {share} drafts; {_cheaper_drafts(chosen)} would help"
     if 2 * (cost.processor_seconds + cost.attention_seconds) > cost.compute_seconds:
         return (
-            f"the processor: {share} is computing, most of it by the processor; more device memory "
+            f"the CPU: {share} is computing, most of it by the CPU; more device memory "
             "or faster host memory would help"
         )
     return f"compute: {share} computes what has arrived; a faster GPU would help"
@@ -58,7 +58,7 @@ def _fewer_bytes(chosen: Candidate) -> str:
         remedies.append("longer drafts")
     if case.host_compute == AUTO and not case.hardware.emulated and case.hardware.gpus == 1:
         known = chosen.round.processor.known
-        remedies += [] if known else ["a processor that computes too (--host-flops)"]
+        remedies += [] if known else ["a CPU that computes too (--host-flops)"]
     remedies.append("more device memory")
     return " or ".join(remedies)
 

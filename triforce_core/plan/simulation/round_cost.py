@@ -174,7 +174,7 @@ class RoundCost:
     def _check_rates(self) -> None:
         if not self.processor.known:
             raise UsageError(
-                "what the processor computes needs its rates: give --host-bandwidth and "
+                "what the CPU computes needs its rates: give --host-bandwidth and "
                 "--host-flops, or let `triforce env --probe` measure those of this machine"
             )
 
