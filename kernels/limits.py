@@ -57,8 +57,8 @@ ALIGNED_KEYS = 64
 # Numbers of rows of a prefill, and of keys, whose scores are capped at once. The latter is a
 # multiple of ALIGNED_KEYS.
 CAPPED_ROWS, CAPPED_KEYS = 64, 512
-# Number of rows of a prefill that the gated delta rule computes at once, a multiple of the rows
-# that are folded at a time.
+# Number of rows of a prefill that a recurrence computes at once, a multiple of the rows that are
+# folded at a time.
 DELTA_ROWS = 256
 
 

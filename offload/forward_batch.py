@@ -225,8 +225,8 @@ class Cache(Protocol):
         """
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
-        """Apply the gated delta rule to a layer's state, after `convolve`. Returns [rows,
-        value_heads, value_dim] in the dtype of the values.
+        """Apply a layer's recurrence to its state, after `convolve`. Returns [rows, value_heads,
+        value_dim] in the dtype of the values.
 
         layer: index among the recurrent layers
         """

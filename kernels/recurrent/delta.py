@@ -34,8 +34,8 @@ class DeltaRows(NamedTuple):
     values: [rows, value_heads, value_dim]
     decays: logarithms of the decays, [rows, value_heads] float32
     rates: [rows, value_heads] float32
-    corrects: whether an update is what the state lacks of a value, as by the delta rule, and not
-        the value itself, as in Mamba-2
+    corrects: whether an update is the rate times what the state lacks of a value, as by the delta
+        rule, and not times the value itself, as in Mamba-2
     """
 
     queries: torch.Tensor

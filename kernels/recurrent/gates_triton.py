@@ -12,9 +12,12 @@ from triforce_kernels.recurrent.gates import Skip
 
 @triton.jit
 def _softplus(x):
-    # As in PyTorch, it is the identity above 20.
-    soft = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return tl.where(x < -10.0, tl.exp(tl.minimum(x, 20.0)), soft)
+    # As in PyTorch, it is the identity above 20. log(1 + e) loses digits of a small e; times
+    # e / ((1 + e) - 1) it does not (Goldberg, 1991, theorem 4).
+    e = tl.exp(tl.minimum(x, 20.0))
+    one = 1.0 + e
+    exact = tl.where(one == 1.0, e, tl.log(one) * (e / tl.where(one == 1.0, 1.0, one - 1.0)))
+    return tl.where(x > 20.0, x, exact)
 
 
 @triton.jit

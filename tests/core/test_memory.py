@@ -32,7 +32,8 @@ def choose_the_same_experts(path: Path) -> None:
     """Let all tokens choose the same experts, which takes the most memory."""
     held = load_file(path)
     for name, tensor in held.items():
-        if name.endswith(("mlp.gate.weight", "router.weight", "router.proj.weight")):
+        gates = "mlp.gate.weight", "mixer.gate.weight", "router.weight", "router.proj.weight"
+        if name.endswith(gates):
             tensor.zero_()
         elif name.endswith("router.bias"):
             tensor.copy_(torch.arange(len(tensor)))

@@ -224,6 +224,11 @@ def test_gates_of_steps_are_those_of_the_formula(backend, draw, dtype) -> None:
     exact = torch.nn.functional.softplus(steps.double() + bias)
     assert_near(rates, exact, TOLERANCE[torch.float32])
     assert_near(logs, exact * factor, TOLERANCE[torch.float32])
+    # Small steps are as exact as large ones.
+    small = torch.linspace(-30, 30, 600, device=DEVICE)[:, None].to(dtype)
+    _, rates = step_gates(small, -torch.ones(1, device=DEVICE), torch.zeros(1, device=DEVICE))
+    relative = rates.double() / torch.nn.functional.softplus(small.double()) - 1
+    assert relative.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED)

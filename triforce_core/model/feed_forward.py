@@ -151,8 +151,8 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts (Shazeer et al., 2017): of `count` gated MLPs, a router chooses `active`
-    for each token, whose outputs are summed with its weights.
+    """A mixture of experts (Shazeer et al., 2017): of `count` MLPs, a router chooses `active` for
+    each token, whose outputs are summed with its weights.
 
     The matrices of all experts stand one above the other: "experts_gate_up" has the gate and the up
     projection of the first one, then those of the second, ... Activations without a gate have up

@@ -166,7 +166,7 @@ def _mixer_prefill_bytes(
 ) -> int:
     """Return the bytes of the operation of a mixer over `rows` rows of a prefill.
 
-    Recurrent: the sum of the convolution, or what the gated delta rule computes at once, in
+    Recurrent: the sum of the convolution, or what the recurrence computes at once, in
     float32. Without a window: two parts that are merged in float32. With one: keys and values of
     the rows and of the tokens before them, and a copy of the last of these; those that some rows
     see at once, for each query head; and the mask of these. Compiled kernels take neither mask nor
@@ -194,7 +194,7 @@ def _mixer_pass_bytes(
 ) -> int:
     """Return the bytes of the operation of a mixer over `tokens` tokens after the prefill.
 
-    Recurrent: the inputs that each row of a tree sees, or what the gated delta rule computes; rows
+    Recurrent: the inputs that each row of a tree sees, or what the recurrence computes; rows
     see all that are not folded yet, and those that were drafted before. Attention: parts that are
     merged, and in a layer with a window a mask. It has a row for each query head of a KV head, and
     may cover all keys that the layer has room for.
@@ -211,7 +211,7 @@ def _mixer_pass_bytes(
 
 
 def _delta_bytes(mixer: Recurrent, rows: int, seen: int, by_host: bool) -> int:
-    """Return the bytes of what the gated delta rule computes for `rows` rows, in float32: heads as
+    """Return the bytes of what the recurrence computes for `rows` rows, in float32: heads as
     they are normed, for each value head, read by the state and as updates; and products with the
     `seen` rows that each row sees, by key and by query. Compiled kernels take none of these
     products.

@@ -139,7 +139,8 @@ typedef struct {
    visible: which rows each row follows, [rows, rows], of a tree; NULL if each follows the one
        before it
    advances: whether the state becomes the one after the last row; else it stays. Not for trees
-   corrects: whether an update is what the state lacks of a value, or the value itself */
+   corrects: whether an update is the rate times what the state lacks of a value, or times the
+       value itself */
 typedef struct {
     float *state, *out, *updates;
     const float *queries, *keys, *values, *decays, *rates, *past_keys, *past_updates, *past_decays;

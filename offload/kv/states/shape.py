@@ -26,8 +26,8 @@ _PADDING = 32
 class StateShape:
     """The geometry of what a sequence keeps for its recurrent layers.
 
-    Each layer has the inputs of its short convolution, of the last tokens. Layers with the gated
-    delta rule also have a state for each value head, [key_dim, value_dim] in float32, and a key
+    Each layer has the inputs of its short convolution, of the last tokens. Layers with linear
+    attention also have a state for each value head, [key_dim, value_dim] in float32, and a key
     and an update for each row that is not folded into it yet.
 
     kind: name of the store in messages

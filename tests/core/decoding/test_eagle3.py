@@ -210,6 +210,13 @@ def test_what_cannot_draft_is_refused_in_a_sentence(llama, tmp_path, case: str) 
         engine(path, draft=head.directory, **DIRECT | options)
 
 
+def test_models_whose_layers_heads_number_otherwise_have_none(tiny, tmp_path) -> None:
+    path, model = tiny("nemotron_h-moe")
+    head = RandomHead(model, tmp_path / "head", Made())
+    with pytest.raises(UnsupportedModelError, match="do not draft for nemotron_h models"):
+        engine(path, draft=head.directory, **DIRECT)
+
+
 def test_damaged_files_are_refused_in_a_sentence(llama, tmp_path) -> None:
     path, model = llama
     head = RandomHead(model, tmp_path / "head", Made())

@@ -73,6 +73,60 @@ def test_gguf_of_nemotron_with_a_head_that_only_drafts(tiny, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "field", "value", "named"),
+    [
+        ("granite4-h", "attention.scale", None, "attention.scale is missing"),
+        ("granite4-h", "ssm.time_step_rank", 0, "ssm.time_step_rank"),
+        ("nemotron_h-moe", "feed_forward_length", [0, 40], "feed_forward_length must give"),
+        ("nemotron_h-moe", "feed_forward_length", [[0]], "feed_forward_length must"),
+        ("nemotron_h-moe", "nextn_predict_layers", "x", "nextn_predict_layers"),
+        ("nemotron_h-moe", "attention.head_count_kv", [0, 0], "attention.head_count_kv"),
+        ("nemotron_h-moe", "moe_latent_size", 8, "moe_latent_size"),
+    ],
+)
+def test_fields_of_mamba2_files_that_cannot_be_are_named(
+    tiny, tmp_path, family: str, field: str, value: object, named: str
+) -> None:
+    architecture = {"granite4-h": "granitehybrid"}.get(family, "nemotron_h_moe")
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        finish = writer.write_header_to_file
+
+        def changed() -> None:
+            held, name = writer.kv_data[0], f"{architecture}.{field}"
+            held.pop(name, None)
+            if isinstance(value, list):
+                writer.add_array(name, value)
+            elif isinstance(value, str):
+                writer.add_string(name, value)
+            elif value is not None:
+                writer.add_uint32(name, value)
+            finish()
+
+        writer.write_header_to_file = changed
+
+    write_gguf(tiny(family)[1], tmp_path / "m.gguf", describe=describe)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=named):
+        open_checkpoint(tmp_path / "m.gguf").close()
+
+
+def test_files_of_nemotron_hold_no_block_behind_the_others(tiny, tmp_path) -> None:
+    """Blocks are numbered otherwise than layers: the third of three is block 3 and 4."""
+    path, _ = tiny("nemotron_h-moe")
+    shutil.copytree(path, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    held, bias = load_file(file), "backbone.layers.3.mixer.in_proj.bias"
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    save_file(held | {"backbone.layers.5.norm.weight": torch.ones(64)}, file)
+    open_checkpoint(tmp_path / "m").close()
+    save_file(held | {bias: torch.ones(6)}, file)
+    with pytest.raises(UnsupportedModelError, match=bias):
+        open_checkpoint(tmp_path / "m").close()
+
+
+@pytest.mark.parametrize(
     ("family", "more", "named"),
     [
         ("glm4", {"glm4.rope.dimension_sections": [2, 3, 3, 0]}, "rope.dimension_sections"),

@@ -188,7 +188,8 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
         own |= {"num_local_experts": 0, "layer_types": ["attention"] * CONFIG["num_hidden_layers"]}
     if family == "nemotron_h":
         names |= {"hybrid_override_pattern", "layers_block_type", "time_step_limit"}
-        own["hybrid_override_pattern"] = "M*" * (CONFIG["num_hidden_layers"] // 2)
+        # A mixer and its MLP are one layer.
+        own["hybrid_override_pattern"] = "M*" * (CONFIG["num_hidden_layers"] // 2 - 1) + "*-"
     for value in ([], ["x"], [[]], {}, {"x": [1]}, "x", True, -1, 0.3, 1 << 70, None):
         for raw in (
             *(CONFIG | own | {name: value} for name in names),
@@ -203,7 +204,7 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
                 assert str(error)
                 refused += 1
             else:
-                assert len(config.layers) == CONFIG["num_hidden_layers"]
+                assert len(config.layers) == CONFIG["num_hidden_layers"] - (family == "nemotron_h")
                 read += 1
     assert min(read, refused) > 30, "many of these values are as good as none, and many are not"
 
@@ -311,6 +312,7 @@ def test_granite_4_may_have_recurrent_layers_and_experts() -> None:
         (mamba | {"mamba_proj_bias": True}, "mamba_proj_bias"),
         (mamba | {"time_step_limit": [0.001, 1e999]}, "time_step_limit"),
         (mamba | {"time_step_limit": [0, 0.1]}, "time_step_limit"),
+        ({"layer_types": [["attention"]] * count}, "attention"),
     ):
         with pytest.raises(UnsupportedModelError, match=named):
             from_hf(dense | change, {})
@@ -328,12 +330,17 @@ def test_mixers_and_mlps_of_nemotron_h_are_layers() -> None:
     widths = [spec.mlp.width for spec in config.layers]
     assert widths == [40, 0, CONFIG["intermediate_size"]]
     assert not config.attention.rotated
+    listed = {"layers_block_type": ["linear_attention", "attention", "mlp"]}
+    both = from_hf(raw | listed | {"hybrid_override_pattern": "M*M-"}, {})
+    assert [spec.mlp.width for spec in both.layers] == [0, CONFIG["intermediate_size"]]
     shapes = config.layers[1].shapes(config.hidden)
     assert "post_norm" not in shapes
     assert "down" not in shapes
     for change, named in (
         ({"hybrid_override_pattern": "E*M-"}, "an MLP that does not follow a mixer"),
         ({"hybrid_override_pattern": "*-E"}, "an MLP that does not follow a mixer"),
+        ({"hybrid_override_pattern": "M*M"}, "a model without an MLP"),
+        ({"hybrid_override_pattern": "M*E", "attention_bias": True}, "attention_bias"),
         ({"hybrid_override_pattern": "M*X"}, "'X'"),
         ({"hybrid_override_pattern": "M*E", "moe_latent_size": 64}, "moe_latent_size"),
         ({"hybrid_override_pattern": "M*E", "mlp_hidden_act": "silu"}, "mlp_hidden_act"),

@@ -22,7 +22,7 @@ from triforce_core.model.checkpoints.mtp import (
 )
 from triforce_core.model.checkpoints.names import (
     HF_PREFIXES,
-    gguf_blocks,
+    blocks,
     gguf_names,
     hf_names,
 )
@@ -327,7 +327,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
             config = _text_alone(path, config, source.names())
         names = hf_names(config, source.names())
         further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
-        drafts = _of_drafts(len(config.layers), further, _LAYER_PREFIXES)
+        drafts = _of_drafts(config, further, _LAYER_PREFIXES)
         return Checkpoint(path, config, source, names, of_drafts=drafts, checked=checked)
     if not is_gguf(path):
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
@@ -343,7 +343,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
     names = gguf_names(config, source.names())
     further = source.metadata.get(f"{source.metadata['general.architecture']}.nextn_predict_layers")
-    drafts = _of_drafts(gguf_blocks(config.family, config.layers)[-1], further, ("blk.",))
+    drafts = _of_drafts(config, further, ("blk.",))
     return Checkpoint(
         path,
         config,
@@ -356,11 +356,12 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     )
 
 
-def _of_drafts(first: int, further: object, prefixes: Sequence[str]) -> tuple[str, ...]:
-    """Return with what the names of tensors begin in layers that only draft.
+def _of_drafts(config: ModelConfig, further: object, prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Return with what the names of tensors begin in layers that only draft, behind the others.
 
-    first: number of the first of them. further: how many there are, as a header gives it
+    further: number of such layers, as a header gives it
     """
+    first = blocks(config.family, config.layers)[-1]
     count = further if isinstance(further, int) else 0
     layers = range(first, first + min(max(count, 0), _MOST_DRAFTING))
     return tuple(f"{prefix}{layer}." for prefix in prefixes for layer in layers)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint
-from triforce_core.model.checkpoints.names import hf_names
+from triforce_core.model.checkpoints.names import blocks, hf_names
 from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.fields import Fields
@@ -181,6 +181,11 @@ def _tapped(raw: Mapping[str, Any], target: ModelConfig) -> Sequence[Any]:
             "EAGLE-3 heads that take the last hidden state alone are not supported"
         )
     field, layers = "eagle_aux_hidden_state_layer_ids", len(target.layers)
+    if blocks(target.family, target.layers)[-1] > layers:
+        # Their numbers are not those of layers here.
+        raise UnsupportedModelError(
+            f"EAGLE-3 heads do not draft for {target.family} models, which number mixers and MLPs"
+        )
     if isinstance(found := raw.get(field), list) and found:
         return found
     if isinstance(found := inner.get(field), list) and found:

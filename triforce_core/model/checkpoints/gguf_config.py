@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_fields import OWN_FIELDS, expert_fields
-from triforce_core.model.checkpoints.names import gguf_blocks
+from triforce_core.model.checkpoints.names import blocks
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS, Family
@@ -87,18 +87,18 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     own = {k.removeprefix(prefix): v for k, v in source.metadata.items() if k.startswith(prefix)}
     fields = Fields(own, where)
     names = source.names()
-    positions = fields.whole("context_length")
     _refuse_unsupported(fields, architecture)
     if any(name.startswith("rope_factors_") for name in names):
         raise UnsupportedModelError(f"{where}: rope factors of longrope are not supported")
     own_fields = OWN_FIELDS.get(architecture)
     fields, more = own_fields(fields, names) if own_fields else (fields, {})
+    positions = fields.whole("context_length")
     described = Fields(_as_in_hf(fields, positions) | more, where)
     layers = family.layers(described, layer_count(fields, "block_count"))
     scales = family.scales(described)
     _refuse_unread(described, positions, architecture)
-    blocks = gguf_blocks(family.name, layers)
-    layers = tuple(_with_tensors(*each, names) for each in zip(layers, blocks, strict=False))
+    numbers = blocks(family.name, layers)
+    layers = tuple(_with_tensors(*each, names) for each in zip(layers, numbers, strict=False))
     full = (each.mixer.head_dim for each in layers if each.mixer.keeps is Keeps.KV)
     head_dim = next(full, described.raw["head_dim"])
     window_rope = _window_rope(fields, family)

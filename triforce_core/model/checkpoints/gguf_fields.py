@@ -22,6 +22,8 @@ _GEMMA2 = {
 }
 # llama.cpp's number of routers with sigmoids.
 _SIGMOID = 2
+# What files say of the longest context where nothing rotates, and what Granite 4 was trained for.
+_NO_POSITIONS, _GRANITE4_POSITIONS = 1 << 20, 131_072
 # What every model of Gemma has.
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 
@@ -52,8 +54,13 @@ def _of_layers(fields: Fields, name: str, count: int, least: int = 1) -> list[in
     """Return a number of each layer, of a field that gives one or each. Raises CheckpointError."""
     given = fields.get(name)
     values = getattr(given, "values", [given] * count)
-    each = values.tolist() if hasattr(values, "tolist") else list(values)
+    each = values.tolist() if hasattr(values, "tolist") else list(values or ())
     return [Fields({name: value}, fields.source).whole(name, least=least) for value in each]
+
+
+def _layers_of(fields: Fields) -> int:
+    """Return the number of layers without those that only draft. Raises CheckpointError."""
+    return fields.whole("block_count") - fields.whole("nextn_predict_layers", 0, least=0)
 
 
 def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
@@ -128,8 +135,7 @@ def _qwen35(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     layers. Raises CheckpointError.
     """
     own, heads = dict(fields.raw), fields.whole("ssm.time_step_rank")
-    count = fields.whole("block_count") - (own.get("nextn_predict_layers") or 0)
-    own["block_count"] = count
+    own["block_count"] = count = _layers_of(fields)
     every = fields.whole("full_attention_interval", 4)
     kinds = [FULL if (index + 1) % every == 0 else LINEAR for index in range(count)]
     own, kinds = _by_layer(own, fields.source, LINEAR, kinds)
@@ -158,7 +164,7 @@ def _qwen3moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
 def _glm4moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """Return the fields of a file without its layers that only draft. Raises CheckpointError."""
     own = dict(fields.raw)
-    own["block_count"] = fields.whole("block_count") - (own.get("nextn_predict_layers") or 0)
+    own["block_count"] = _layers_of(fields)
     return Fields(own, fields.source), {"norm_topk_prob": bool(own.get("expert_weights_norm"))}
 
 
@@ -175,6 +181,10 @@ def _granitehybrid(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, A
     kinds = [FULL] * fields.whole("block_count")
     own, kinds = _by_layer(dict(fields.raw), fields.source, LINEAR, kinds)
     heads, values = fields.whole("ssm.time_step_rank"), fields.whole("ssm.inner_size")
+    # Bamba has none, and another one in llama.cpp.
+    fields.real("attention.scale")
+    if own.get("context_length") == _NO_POSITIONS:
+        own["context_length"] = _GRANITE4_POSITIONS
     shared = "expert_shared_feed_forward_length"
     return Fields(own, fields.source), {
         "layer_types": kinds,
@@ -196,10 +206,15 @@ def _nemotron_h(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]
     """Return the fields of a file without what only drafts, and those of its Mamba-2 layers. Raises
     CheckpointError.
     """
-    count = fields.whole("block_count") - (fields.raw.get("nextn_predict_layers") or 0)
+    count = _layers_of(fields)
     own, kinds = _by_layer(dict(fields.raw), fields.source, LINEAR, [FULL] * count)
     own["block_count"] = count
     widths = _of_layers(fields, "feed_forward_length", count, least=0)[:count]
+    if len(widths) < count:
+        raise CheckpointError(
+            f"{fields.source}: feed_forward_length must give a number for each of {count} blocks, "
+            f"got {len(widths)}"
+        )
     for block, width in enumerate(widths):
         if width:
             kinds[block] = "moe" if f"blk.{block}.ffn_gate_inp.weight" in names else "mlp"

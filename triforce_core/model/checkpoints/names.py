@@ -263,11 +263,11 @@ def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str
     return _named(config, ends, naming, layer)
 
 
-def gguf_blocks(family: str, layers: Sequence[LayerSpec]) -> list[int]:
-    """Return the number that each layer, or its mixer, has in GGUF files of a family, and the first
+def blocks(family: str, layers: Sequence[LayerSpec]) -> list[int]:
+    """Return the number that each layer, or its mixer, has in files of a family, and the first
     number behind all.
     """
-    return _GGUF_FAMILIES.get(family, _GGUF).blocks(layers)
+    return _HF.get(family, Naming(_HF_BEFORE)).blocks(layers)
 
 
 def _named(

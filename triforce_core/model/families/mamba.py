@@ -35,7 +35,7 @@ _LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
 
 def _kinds(fields: Fields, name: str, count: int, *known: str) -> list[str]:
     """Return the kind of each layer. Raises CheckpointError or UnsupportedModelError."""
-    kinds = [_KINDS.get(kind, kind) for kind in fields.of_layers(name, count)]
+    kinds = [_KINDS.get(str(kind), kind) for kind in fields.of_layers(name, count)]
     if unknown := [kind for kind in kinds if kind not in known]:
         raise UnsupportedModelError(
             f"{fields.source}: {name} names {unknown[0]!r}, which is not supported (only "
@@ -117,15 +117,15 @@ def _nemotron_h(fields: Fields, count: int) -> Layers:
     layer here. A mixer that another one follows is a layer without an MLP.
     """
     pattern = fields.get("hybrid_override_pattern")
-    if isinstance(pattern, str):
+    if isinstance(pattern, str) and fields.get("layers_block_type") is None:
         by_letter = {"layers_block_type": [_LETTERS.get(letter, letter) for letter in pattern]}
         fields = Fields({**fields.raw, **by_letter}, fields.source, fields.read)
     kinds = _kinds(fields, "layers_block_type", count, FULL, LINEAR, "mlp", "moe")
-    for name, value in (("moe_latent_size", None), ("mamba_proj_bias", False)):
+    for name, value in _NEMOTRON_ONLY.items():
         fields.only(name, value)
-    for name, only in (("mamba_hidden_act", "silu"), ("mlp_hidden_act", "relu2")):
-        fields.only(name, only)
     _check_steps(fields)
+    if not {"mlp", "moe"} & {*kinds}:
+        raise UnsupportedModelError(f"{fields.source}: a model without an MLP is not supported")
     # Configs of models without experts may give their number too.
     fields.get("n_routed_experts")
     attends = layer(fields, mlp=NoMLP(), rotated=False)
@@ -170,9 +170,14 @@ def _nemotron_experts(fields: Fields) -> Experts:
         groups=fields.whole("n_group", 1),
         chosen_groups=fields.whole("topk_group", 1),
     )
-    shared = fields.whole("moe_shared_expert_intermediate_size")
-    experts = experts_of(fields, "n_routed_experts", router, shared=shared)
-    return replace(experts, activation=Activation.RELU2)
+    return Experts(
+        fields.whole("n_routed_experts"),
+        fields.whole("num_experts_per_tok"),
+        fields.whole("moe_intermediate_size"),
+        router,
+        fields.whole("moe_shared_expert_intermediate_size"),
+        activation=Activation.RELU2,
+    )
 
 
 # What transformers' configs take for fields that are not there.
@@ -203,8 +208,21 @@ _NEMOTRON = {
     "moe_intermediate_size": 7688,
     "moe_shared_expert_intermediate_size": 7688,
 }
+_NEMOTRON_ONLY = {
+    "moe_latent_size": None,
+    "mamba_proj_bias": False,
+    "attention_bias": False,
+    "mamba_hidden_act": "silu",
+    "mlp_hidden_act": "relu2",
+}
 # Names in the first configs, and what they are called now.
-_NEMOTRON_RENAMED = {"attention_head_dim": "head_dim", "layer_types": "layers_block_type"}
+_NEMOTRON_RENAMED = {
+    "attention_head_dim": "head_dim",
+    "layer_types": "layers_block_type",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+}
 MAMBA = (
     Family("granitemoehybrid", "GraniteMoeHybrid", _granite4, granite_scales, defaults=_GRANITE),
     Family(

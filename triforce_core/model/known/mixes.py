@@ -104,7 +104,7 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
 
 
 def _gate_up(mlp: MLP, width: int) -> list[tuple[str, int]]:
-    gated = isinstance(mlp, NoMLP) or mlp.activation.gated
+    gated = not isinstance(mlp, NoMLP) and mlp.activation.gated
     return [("gate", width), ("up", width)] if gated else [("up", width)]
 
 

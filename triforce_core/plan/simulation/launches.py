@@ -84,7 +84,7 @@ NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
 # Launches of a round of `levels.speculate` outside its forward: the rule, one wait, and the copies
 # back to the device.
 ROUND_LAUNCHES = 30
-# Launches of a convolution, and of one with the gated delta rule, in PyTorch and in Triton: there,
+# Launches of a convolution, and of one with a recurrence, in PyTorch and in Triton: there,
 # a kernel for the convolution, one for gates, one for 16 rows of the rule and one for its norm, and
 # sums of decays; around a convolution alone, two products.
 CONVOLVE_LAUNCHES, RECUR_LAUNCHES = (12, 3), (75, 5)
