@@ -105,6 +105,7 @@ class NoMLP:
     width: ClassVar[int] = 0
     active: ClassVar[int] = 0
     columns: ClassVar[int] = 0
+    activation: ClassVar[Activation] = Activation.SILU
     in_words: ClassVar[str] = "no MLP"
 
     def shapes(self, hidden: int) -> Shapes:

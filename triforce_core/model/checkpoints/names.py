@@ -36,14 +36,14 @@ from triforce_core.model.checkpoints.recurrent_names import (
     GGUF_SHORT_CONV,
     HF_DELTA_NET,
     HF_MAMBA2,
-    HF_NEMOTRON_MAMBA2,
+    HF_MAMBA2_MIXER,
     HF_QWEN3_NEXT,
     HF_SHORT_CONV,
     RecurrentNames,
     recurrent_pieces,
 )
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.feed_forward import Experts, NoMLP
+from triforce_core.model.feed_forward import Experts
 from triforce_core.model.layers import Attention, LayerSpec, NormKind
 
 
@@ -141,7 +141,7 @@ _HF = {
         apart=True,
         embedding="embeddings.weight",
         last_norm="norm_f.weight",
-        recurrent=HF_NEMOTRON_MAMBA2,
+        recurrent=HF_MAMBA2_MIXER,
         experts=HF_NEMOTRON,
     ),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
@@ -300,7 +300,7 @@ def _named(
 def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[str, list[Piece]]:
     """Return the pieces of the checkpoint that make up each tensor of a layer."""
     width, hidden, change = spec.mlp.width, config.hidden, _change_of_norms(config, naming)
-    count = 2 if isinstance(spec.mlp, NoMLP) else spec.mlp.activation.projections
+    count = spec.mlp.activation.projections
     gate_up = [f"{name}.weight" for name in naming.gate_up[-count:]]
     parts = {
         "output_scale": [Piece(naming.output_scale, 1)],

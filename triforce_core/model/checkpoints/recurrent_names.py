@@ -67,26 +67,23 @@ GGUF_QWEN3_NEXT = replace(
     # As llama.cpp wrote the first files.
     joint=(("qkvz", "ssm_in"), ("ba", "ssm_ba")),
 )
-HF_MAMBA2 = RecurrentNames(
-    qkv=(("", "mamba.in_proj"),),
-    conv="mamba.conv1d",
-    o="mamba.out_proj",
-    decay="mamba.A_log",
-    decay_bias="mamba.dt_bias",
-    skip="mamba.D",
-    head_norm="mamba.norm.weight",
-    decay_change=minus_exp,
-)
-HF_NEMOTRON_MAMBA2 = RecurrentNames(
-    qkv=(("", "mixer.in_proj"),),
-    conv="mixer.conv1d",
-    o="mixer.out_proj",
-    decay="mixer.A_log",
-    decay_bias="mixer.dt_bias",
-    skip="mixer.D",
-    head_norm="mixer.norm.weight",
-    decay_change=minus_exp,
-)
+
+
+def _mamba2(prefix: str) -> RecurrentNames:
+    """Return the names of a mixer whose tensors' names begin so."""
+    return RecurrentNames(
+        qkv=(("", f"{prefix}in_proj"),),
+        conv=f"{prefix}conv1d",
+        o=f"{prefix}out_proj",
+        decay=f"{prefix}A_log",
+        decay_bias=f"{prefix}dt_bias",
+        skip=f"{prefix}D",
+        head_norm=f"{prefix}norm.weight",
+        decay_change=minus_exp,
+    )
+
+
+HF_MAMBA2, HF_MAMBA2_MIXER = _mamba2("mamba."), _mamba2("mixer.")
 GGUF_MAMBA2 = RecurrentNames(
     qkv=(("", "ssm_in"),),
     conv="ssm_conv1d",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.feed_forward import MLP, Experts, NoMLP
+from triforce_core.model.feed_forward import MLP, Experts
 from triforce_core.model.layers import (
     Attention,
     DeltaNet,
@@ -104,8 +104,7 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
 
 
 def _gate_up(mlp: MLP, width: int) -> list[tuple[str, int]]:
-    gated = not isinstance(mlp, NoMLP) and mlp.activation.gated
-    return [("gate", width), ("up", width)] if gated else [("up", width)]
+    return [("gate", width), ("up", width)][-mlp.activation.projections :]
 
 
 def _projections(mixer: Mixer) -> list[tuple[str, int]]:
