@@ -24,6 +24,7 @@ OTHERS = {
     "torchrun": {"--nproc-per-node"},
     "docker": {"--target", "--ulimit"},
     "mkdocs": {"--strict"},
+    "prlimit": {"--memlock", "--pid"},
     "wsl": {"--shutdown"},
 }
 SCRIPTS = "".join(

@@ -221,7 +221,8 @@ def _add_sampling(group: Options) -> None:
     add(
         "seed",
         "seed of the random draws; -1, the default, draws a new seed. Learned draft lengths depend "
-        "on time: for the same text each time add --accept coupled, or fix --draft-tokens",
+        "on time: for the same text each time add --accept coupled, or fix --draft-tokens and "
+        "--inner-draft-tokens",
         flags=("-s", "--seed"),
         type=seed,
         metavar="N",

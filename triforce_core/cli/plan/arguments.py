@@ -23,7 +23,7 @@ from triforce_core.settings import (
     METHODS,
     WEIGHTS,
 )
-from triforce_offload.machine.profiles import RESERVED_BYTES
+from triforce_offload.machine.profiles import RESERVED_BYTES, gpu_names
 from triforce_offload.units import format_bytes
 from triforce_offload.weights.formats import DTYPES
 
@@ -81,7 +81,11 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hardware").add_argument
-    add("--gpu", metavar="NAME", help="a card by its name (default: this machine, measured)")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help=f"card: {', '.join(gpu_names())} (default: this machine, measured)",
+    )
     add("--gpus", type=int, choices=range(1, 9), help="number of cards (default: 1, or the plan's)")
     add(
         "--device-memory",
