@@ -9,10 +9,10 @@ import numpy as np
 
 # Names of tensors of a layer in a file, by a pattern of transformers' names.
 _NAMES = {
-    r"(mlp\.gate|mixer\.gate|router|router\.proj)\.weight": "ffn_gate_inp.weight",
+    r"((mlp|mixer|feed_forward)\.gate|router|router\.proj)\.weight": "ffn_gate_inp.weight",
     r"router\.scale": "ffn_gate_inp.scale",
     r"router\.per_expert_scale": "ffn_down_exps.scale",
-    r"e_score_correction_bias": "exp_probs_b.bias",
+    r"(e_score_correction|expert)_bias": "exp_probs_b.bias",
     # As one tensor where they are not in "mlp" (Gemma 4).
     r"experts\.gate_up_proj": "ffn_gate_up_exps.weight",
     r"experts\.down_proj": "ffn_down_exps.weight",
@@ -48,7 +48,7 @@ def expert_tensors(
         return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
     if alternating and name.endswith("experts.down_proj"):
         return {f"{prefix}ffn_down_exps.weight": np.ascontiguousarray(array.swapaxes(1, 2))}
-    if name.endswith((".mlp.experts.gate_up_proj", "block_sparse_moe.experts.gate_up_proj")):
+    if re.search(r"(mlp|block_sparse_moe|feed_forward)\.experts\.gate_up_proj$", name):
         gate, up = np.split(array, 2, 1)
         return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
     for pattern, stored in _NAMES.items():
@@ -79,6 +79,10 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
     if config.model_type == "minimax_m2":
         writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "laguna":
         writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))

@@ -47,7 +47,7 @@ _RENAMED = {
     **{"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
     **{"qwen3_5_moe_text": "qwen35moe", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe"},
     **{"gpt_oss": "gpt-oss", "qwen3_next": "qwen3next", "minimax_m2": "minimax-m2"},
-    **{"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe"},
+    **{"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe", "lfm2_moe": "lfm2moe"},
 }
 # Those that the package does not know, and one whose tensors have the same names.
 _NAMED_AS = {"laguna": "qwen3"}
@@ -111,7 +111,7 @@ def _describe_sizes(
         writer.add_nextn_predict_layers(1)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    mlp = model.model.layers[0].feed_forward.w1 if architecture == "lfm2" else None
+    mlp = model.model.layers[0].feed_forward.w1 if architecture.startswith("lfm2") else None
     width = mlp.out_features if mlp else getattr(config, "intermediate_size", None)
     if architecture == "nemotron_h_moe":
         kinds = config.layer_types
@@ -123,7 +123,7 @@ def _describe_sizes(
     writer.add_head_count(heads)
     if architecture == "gemma4":
         _describe_gemma4(writer, config)
-    elif architecture in ("qwen35", "qwen35moe", "qwen3next", "lfm2"):
+    elif architecture in ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe"):
         _describe_recurrent(writer, config)
     elif architecture in ("granitehybrid", "nemotron_h_moe"):
         _describe_mamba2(writer, config)
@@ -271,7 +271,7 @@ def _tiled(rows: np.ndarray, keys: int, size: int) -> np.ndarray:
 
 def _describe_recurrent(writer: gguf.GGUFWriter, config: object) -> None:
     """Adds what the converter adds of recurrent layers."""
-    if config.model_type == "lfm2":
+    if config.model_type in ("lfm2", "lfm2_moe"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         heads = config.num_key_value_heads
         writer.add_head_count_kv(

@@ -79,7 +79,7 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
         if name.endswith(".D"):
             torch.nn.init.normal_(parameter, 1.0, 0.5)
     for name, tensor in model.state_dict().items():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             # As large as the differences between the scores of experts.
             torch.nn.init.normal_(tensor, 0.0, 0.2)
     for name, buffer in model.named_buffers():

@@ -391,6 +391,16 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "granite4-h-moe": ("GraniteMoeHybrid", {**_GRANITE4, "num_local_experts": 6}),
     "nemotron_h-moe": ("NemotronH", _NEMOTRON),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 6,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+            **_MOE,
+        },
+    ),
     "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),
 }
 WITH_EXPERTS = [name for name in FAMILIES if "moe" in name or name == "mixtral"]

@@ -82,7 +82,7 @@ def test_greedy_texts_are_transformers_own(tiny, method: str, placement: str) ->
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "dynamic-rope", "llama-bias", "qwen3_5", "lfm2", "qwen3_moe", "granite4-h-moe"],
+    ["qwen3", "dynamic-rope", "llama-bias", "qwen3_5", "lfm2-moe", "qwen3_moe", "granite4-h-moe"],
 )
 def test_other_families(tiny, family: str) -> None:
     path, twin = tiny(family)

@@ -31,7 +31,8 @@ OPTIONS = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "draft": 
 
 @pytest.mark.first
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "qwen3_5", "lfm2", "qwen3_moe", "gpt-oss-moe", "nemotron_h-moe"]
+    "family",
+    ["llama", "gemma3", "qwen3_5", "lfm2-moe", "qwen3_moe", "gpt-oss-moe", "nemotron_h-moe"],
 )
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_the_text_is_the_same_at_every_share(tiny, family: str, stochastic: bool) -> None:

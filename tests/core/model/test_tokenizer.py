@@ -43,9 +43,10 @@ WRITTEN = {
     **{"olmoe": "olmo", "granitemoe": "refact", "glm4moe": "glm4", "gpt-oss": "gpt-4o"},
     **{"minimax-m2": "minimax-m2", "laguna": "laguna", "granitehybrid": "dbrx"},
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "pixtral"),
+    **dict.fromkeys(("lfm2", "lfm2moe"), "lfm2"),
 }
 # Those of the others: pieces of SentencePiece, or a tokenizer that transformers reads.
-OTHERWISE = {"gemma2", "gemma3", "gemma4", "lfm2", "ernie4_5", "ernie4_5-moe"}
+OTHERWISE = {"gemma2", "gemma3", "gemma4", "ernie4_5", "ernie4_5-moe"}
 
 
 @pytest.mark.one_in(3)

@@ -151,7 +151,7 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
         *product(("llama", "llama-mqa", "llama-bias", "qwen3", "gemma4"), (2, 3, 4)),
         *product(("qwen2_moe", "mixtral"), (2, 3)),
         *product(("olmo2", "olmo3"), (2, 4)),
-        *product(("qwen3_5", "lfm2"), (2, 3)),
+        *product(("qwen3_5", "lfm2", "lfm2-moe"), (2, 3)),
         *product(("granite4-h-moe", "nemotron_h-moe"), (2,)),
     ],
 )

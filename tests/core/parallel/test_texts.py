@@ -44,7 +44,7 @@ RANKED += (
     "qwen3_5",
     "lfm2",
 )
-RANKED += ("granite4-h-moe", "nemotron_h-moe")
+RANKED += ("granite4-h-moe", "nemotron_h-moe", "lfm2-moe")
 RANKED += ("qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_next-moe", "minimax_m2-moe", "laguna-moe")
 
 

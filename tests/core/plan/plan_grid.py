@@ -29,7 +29,7 @@ NEWER = ("mistral-small3.2", "seed-oss-36b", "glm4-32b", "phi4-14b", "granite3.3
 RECURRENT = ("qwen3.8-27b", "qwen3.5-9b", "lfm2-1.2b")
 WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")
 LATEST = ("gemma4-12b",)
-LATEST_SPARSE = ("qwen3-next-80b-a3b", "minimax-m2", "laguna-xs-2.1")
+LATEST_SPARSE = ("qwen3-next-80b-a3b", "minimax-m2", "laguna-xs-2.1", "lfm2-8b-a1b")
 _STREAMED = ("qwen3.8-27b:FP8", "qwen2.5-32b:FP8", "qwen2.5-32b:Q8_0", "qwen2.5-32b:Q6_K")
 _SHARED = {"llama3.1-70b:Q4_K_M": "8192", "gpt-oss-120b": "8192", "llama2-7b-128k": "131072"}
 # Of what `triforce plan --json` prints: names and figures of the plan, and of its parts.

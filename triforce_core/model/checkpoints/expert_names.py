@@ -71,6 +71,13 @@ HF_MIXTRAL = ExpertNames(
     down="block_sparse_moe.experts.{}.w2.weight",
 )
 HF_MINIMAX = replace(HF_MIXTRAL, bias="block_sparse_moe.e_score_correction_bias")
+HF_LFM2 = ExpertNames(
+    router="feed_forward.gate.weight",
+    bias="feed_forward.expert_bias",
+    gate_up=("feed_forward.experts.{}.w1.weight", "feed_forward.experts.{}.w3.weight"),
+    down="feed_forward.experts.{}.w2.weight",
+    stacked=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+)
 HF_QWEN2 = ExpertNames(
     shared_gate_up=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
     shared_down="mlp.shared_expert.down_proj.weight",

@@ -43,6 +43,7 @@ _FAMILIES = {
     "qwen3next": FAMILIES["qwen3_next"],
     "minimax-m2": FAMILIES["minimax_m2"],
     "laguna": FAMILIES["laguna"],
+    "lfm2moe": FAMILIES["lfm2_moe"],
     "gpt-oss": FAMILIES["gpt_oss"],
     "granitehybrid": FAMILIES["granitemoehybrid"],
     "nemotron_h": FAMILIES["nemotron_h"],

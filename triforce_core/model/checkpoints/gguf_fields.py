@@ -173,6 +173,7 @@ def _lfm2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     kinds = [FULL] * fields.whole("block_count")
     own, kinds = _by_layer(dict(fields.raw), fields.source, CONV, kinds)
     more = {"layer_types": kinds, "conv_L_cache": fields.whole("shortconv.l_cache")}
+    more["use_expert_bias"] = any(name.endswith("exp_probs_b.bias") for name in names)
     return Fields(own, fields.source), {**more, "block_auto_adjust_ff_dim": False}
 
 
@@ -268,7 +269,11 @@ _EXPERTS = {
         "moe_shared_expert_intermediate_size",
     ),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
-    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "leading_dense_block_count": (
+        "first_k_dense_replace",
+        "moe_layer_start_index",
+        "num_dense_layers",
+    ),
     "interleave_moe_layer_step": ("moe_layer_interval",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
@@ -300,6 +305,7 @@ OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, An
     "qwen3next": _qwen3next,
     "laguna": _laguna,
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2,
     "granitehybrid": _granitehybrid,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,

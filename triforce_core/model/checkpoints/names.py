@@ -15,6 +15,7 @@ from triforce_core.model.checkpoints.expert_names import (
     HF_GRANITE,
     HF_GRANITE4,
     HF_LAGUNA,
+    HF_LFM2,
     HF_MINIMAX,
     HF_MIXTRAL,
     HF_NEMOTRON,
@@ -155,18 +156,22 @@ _HF = {
     "minimax_m2": Naming(_HF_BEFORE, experts=HF_MINIMAX),
     "laguna": Naming(_HF_BEFORE, experts=HF_LAGUNA),
     "qwen3_next": Naming(_HF_BEFORE, recurrent=HF_QWEN3_NEXT, experts=HF_QWEN2),
-    "lfm2": Naming(
-        {
-            "input_norm": "operator_norm",
-            "post_norm": "ffn_norm",
-            "q_norm": "self_attn.q_layernorm",
-            "k_norm": "self_attn.k_layernorm",
-        },
-        o="self_attn.out_proj",
-        gate_up=("feed_forward.w1", "feed_forward.w3"),
-        down="feed_forward.w2",
-        last_norm="embedding_norm.weight",
-        recurrent=HF_SHORT_CONV,
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"),
+        Naming(
+            {
+                "input_norm": "operator_norm",
+                "post_norm": "ffn_norm",
+                "q_norm": "self_attn.q_layernorm",
+                "k_norm": "self_attn.k_layernorm",
+            },
+            o="self_attn.out_proj",
+            gate_up=("feed_forward.w1", "feed_forward.w3"),
+            down="feed_forward.w2",
+            last_norm="embedding_norm.weight",
+            recurrent=HF_SHORT_CONV,
+            experts=HF_LFM2,
+        ),
     ),
 }
 # Where the language model is, and its output matrix: alone, or in a model that also reads images.
@@ -226,7 +231,10 @@ _GGUF_FAMILIES = {
         apart=True,
         recurrent=GGUF_MAMBA2,
     ),
-    "lfm2": replace(_GGUF, last_norm="token_embd_norm.weight", recurrent=GGUF_SHORT_CONV),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"),
+        replace(_GGUF, last_norm="token_embd_norm.weight", recurrent=GGUF_SHORT_CONV),
+    ),
 }
 
 

@@ -42,6 +42,11 @@ def qwen3_5_layers(fields: Fields, count: int, mlp: MLP | None = None) -> Layers
 
 
 def _lfm2(fields: Fields, count: int) -> Layers:
+    width = {"intermediate_size": _lfm2_width(fields)}
+    return lfm2_layers(Fields({**fields.raw, **width}, fields.source, fields.read), count)
+
+
+def lfm2_layers(fields: Fields, count: int) -> Layers:
     """Without layer_types, layers that are not in full_attn_idxs are convolutions."""
     full = fields.get("full_attn_idxs")
     full = list(range(count)) if full is None else full
@@ -53,9 +58,7 @@ def _lfm2(fields: Fields, count: int) -> Layers:
         taps=fields.whole("conv_L_cache", least=2),
         bias=fields.flag("conv_bias", False),
     )
-    width = {"intermediate_size": _lfm2_width(fields)}
-    own = Fields({**fields.raw, **width}, fields.source, fields.read)
-    return _alternating(own, default, CONV, mixer, qk_norm=True)
+    return _alternating(fields, default, CONV, mixer, qk_norm=True)
 
 
 def _lfm2_width(fields: Fields) -> int:
@@ -104,17 +107,16 @@ QWEN3_5 = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-_LFM2 = {
+LFM2 = {
     "num_key_value_heads": 8,
     "norm_eps": 1e-5,
     "rope_theta": 1e6,
     "conv_L_cache": 3,
     "max_position_embeddings": 128_000,
     "tie_word_embeddings": True,
-    "block_ffn_dim_multiplier": 1.0,
 }
 # Names in the first configs, and what they are called now.
-_LFM2_RENAMED = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+LFM2_RENAMED = {"tie_embedding": "tie_word_embeddings"}
 RECURRENT = (
     Family(
         "qwen3_5_text",
@@ -123,5 +125,12 @@ RECURRENT = (
         defaults=QWEN3_5,
         norm_kind=NormKind.RMS_PLUS_ONE,
     ),
-    Family("lfm2", "Lfm2", _lfm2, defaults=_LFM2, norm_eps="norm_eps", renamed=_LFM2_RENAMED),
+    Family(
+        "lfm2",
+        "Lfm2",
+        _lfm2,
+        defaults=LFM2 | {"block_ffn_dim_multiplier": 1.0},
+        norm_eps="norm_eps",
+        renamed=LFM2_RENAMED | {"block_ff_dim": "intermediate_size"},
+    ),
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from triforce_core.model.families.family import Family, Layers, layer
 from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.recurrent import LFM2, LFM2_RENAMED, lfm2_layers
 from triforce_core.model.families.sparse import experts_of, renamed, where
 from triforce_core.model.families.windows import FULL, SLIDING, windows
 from triforce_core.model.feed_forward import Router, Scores
@@ -77,6 +78,26 @@ def _laguna(fields: Fields, count: int) -> Layers:
     return tuple(layers)
 
 
+def _lfm2_moe(fields: Fields, count: int) -> Layers:
+    """The first layers have dense MLPs. transformers adds 1e-6 to the sum of the chosen scores, and
+    llama.cpp nothing, as here.
+    """
+    router = Router(
+        Scores.SIGMOID,
+        fields.flag("norm_topk_prob", True),
+        biased=fields.flag("use_expert_bias", True),
+        scale=fields.real("routed_scaling_factor", 1.0),
+    )
+    experts, first = (
+        experts_of(fields, "num_experts", router),
+        fields.whole("num_dense_layers", 2, least=0),
+    )
+    return tuple(
+        spec if index < first else replace(spec, mlp=experts)
+        for index, spec in enumerate(lfm2_layers(fields, count))
+    )
+
+
 # What transformers' configs take for fields that are not there.
 _GLM = {
     "num_key_value_heads": 8,
@@ -106,6 +127,7 @@ _LAGUNA = {
         SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+_LFM2_MOE = LFM2 | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792}
 SIGMOID = (
     Family(
         "glm4_moe",
@@ -122,4 +144,12 @@ SIGMOID = (
         renamed=renamed("num_local_experts"),
     ),
     Family("laguna", "Laguna", _laguna, defaults=_LAGUNA, renamed=renamed("num_experts")),
+    Family(
+        "lfm2_moe",
+        "Lfm2Moe",
+        _lfm2_moe,
+        defaults=_LFM2_MOE,
+        norm_eps="norm_eps",
+        renamed=LFM2_RENAMED | renamed("num_experts"),
+    ),
 )

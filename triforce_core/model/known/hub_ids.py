@@ -39,6 +39,7 @@ _MODELS = {
     "Qwen/Qwen3.5-27B": "qwen3.8-27b",
     "Qwen/Qwen3.5-9B": "qwen3.5-9b",
     "LiquidAI/LFM2-1.2B": "lfm2-1.2b",
+    "LiquidAI/LFM2-8B-A1B": "lfm2-8b-a1b",
     "allenai/Olmo-3.1-32B-Instruct": "olmo3-32b",
     "LGAI-EXAONE/EXAONE-4.0-32B": "exaone4-32b",
     "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
@@ -79,7 +80,7 @@ _UNSUPPORTED = (
     (r"nemotron-3([.]5)?-(super|ultra)", "Nemotron 3 Super and Ultra"),
     (r"nemotron-(super|ultra|h-47b)", "Llama Nemotron Super and Ultra, and Nemotron-H-47B"),
     (r"nemotron-(4|mini)|minitron", "Nemotron-4 and Minitron"),
-    (r"lfm2[.-].*(a\d|vl|moe)|lfm3", "LFM2 with experts or images, and LFM3"),
+    (r"lfm2[.-].*vl|lfm3", "LFM2 with images, and LFM3"),
     (r"minimax-(m1|m3|text|vl)", "MiniMax-M1 and MiniMax-M3"),
     (r"laguna-m", "Laguna-M"),
 )

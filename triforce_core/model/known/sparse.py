@@ -66,6 +66,16 @@ SPARSE: Mapping[str, Mapping[str, Any]] = {
     # Those of July 2025 and later, and Qwen3-Coder, which has the same shape.
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
     "qwen3-coder-30b-a3b": _QWEN3_30B_A3B,
+    "lfm2-8b-a1b": {
+        "model_type": "lfm2_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 7168,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "vocab_size": 65536,
+        "full_attn_idxs": [2, 6, 10, 14, 18, 21],
+        "dtype": "bfloat16",
+    },
     # The text part of Qwen3.5 and 3.6, whose other fields have their defaults.
     "qwen3.5-35b-a3b": {
         "model_type": "qwen3_5_moe_text",

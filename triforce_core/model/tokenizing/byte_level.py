@@ -46,7 +46,7 @@ _SPLITS: Mapping[str, str | None] = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
-    "pixtral": _LLAMA3,
+    **dict.fromkeys(("pixtral", "lfm2"), _LLAMA3),
     "qwen2": _QWEN2,
     "qwen35": _QWEN35,
     "laguna": _QWEN2,
@@ -63,7 +63,7 @@ _DIGITS = ("refact", "command-r")
 _LINES = ("laguna",)
 # For these, as in llama.cpp, a piece that is a token as a whole is not merged, and a text begins
 # with BOS unless the file says otherwise.
-_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral")
+_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral", "lfm2")
 
 
 class ByteLevelTokenizer(GGUFTokenizer):
