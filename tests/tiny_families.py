@@ -19,6 +19,12 @@ SIZES = {
     # Wide enough that the arg-max is rarely close.
     "initializer_range": 0.3,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -102,17 +108,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
         },
     ),
-    "yarn-rope": (
-        "Qwen2",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
+    "yarn-rope": ("Qwen2", {"rope_parameters": _YARN}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     # A window in every layer: no KV is stored in blocks, and nothing of it streams.
     "mistral-windows": ("Mistral", {"sliding_window": 24, "head_dim": 16}),
@@ -359,13 +355,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {
-                    "rope_type": "yarn",
-                    "rope_theta": 1e4,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 64,
-                    "partial_rotary_factor": 0.5,
-                },
+                "full_attention": _YARN | {"partial_rotary_factor": 0.5},
             },
             **_MOE,
         },
@@ -378,13 +368,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "head_dim": 16,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "truncate": False,
-                "original_max_position_embeddings": 64,
-            },
+            "rope_parameters": _YARN | {"truncate": False},
         },
     ),
     "granite4-h": ("GraniteMoeHybrid", {**_GRANITE4, "num_local_experts": 0}),
