@@ -82,7 +82,6 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "lfm2_moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "laguna":
         writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))

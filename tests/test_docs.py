@@ -25,6 +25,8 @@ OTHERS = {
     "docker": {"--target", "--ulimit"},
     "mkdocs": {"--strict"},
     "prlimit": {"--memlock", "--pid"},
+    "hf": {"--local-dir"},
+    "pip": {"--force-reinstall"},
     "wsl": {"--shutdown"},
 }
 SCRIPTS = "".join(

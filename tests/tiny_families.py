@@ -381,7 +381,6 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "layer_types": ["conv", "full_attention", "conv"],
             "num_experts": 6,
             "num_dense_layers": 1,
-            "routed_scaling_factor": 1.5,
             **_MOE,
         },
     ),

@@ -117,7 +117,7 @@ def _add_device(group: Options) -> None:
     add("device", "cuda:0 or cpu (default: the first GPU, else cpu)", metavar="DEVICE")
     add(
         "device_memory",
-        "device memory to use at most, such as 22GiB (default: all that is free)",
+        "device memory to use at most, such as 22GiB (default: what is free, but for a reserve)",
         metavar="SIZE",
     )
     add(

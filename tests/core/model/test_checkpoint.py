@@ -56,6 +56,13 @@ def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:
     assert generate(tmp_path / "m.gguf") == reference(model)
 
 
+def test_gguf_of_lfm2_as_ollama_names_its_last_norm(tiny, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(gguf.TENSOR_NAMES, gguf.MODEL_TENSOR.TOKEN_EMBD_NORM, "output_norm")
+    _, model = tiny("lfm2-moe")
+    write_gguf(model, tmp_path / "m.gguf")
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
 def test_gguf_of_nemotron_with_a_head_that_only_drafts(tiny, tmp_path) -> None:
     """As converters write Nemotron 3.5: the head is one more block, with attention and experts."""
     _, model = tiny("nemotron_h-moe")
@@ -82,12 +89,15 @@ def test_gguf_of_nemotron_with_a_head_that_only_drafts(tiny, tmp_path) -> None:
         ("nemotron_h-moe", "nextn_predict_layers", "x", "nextn_predict_layers"),
         ("nemotron_h-moe", "attention.head_count_kv", [0, 0], "attention.head_count_kv"),
         ("nemotron_h-moe", "moe_latent_size", 8, "moe_latent_size"),
+        ("lfm2-moe", "expert_gating_func", 1, "expert_gating_func 1 is not supported"),
+        ("lfm2-moe", "shortconv.l_cache", 1, "conv_L_cache must be a number from 2 on"),
     ],
 )
-def test_fields_of_mamba2_files_that_cannot_be_are_named(
+def test_fields_of_recurrent_files_that_cannot_be_are_named(
     tiny, tmp_path, family: str, field: str, value: object, named: str
 ) -> None:
-    architecture = {"granite4-h": "granitehybrid"}.get(family, "nemotron_h_moe")
+    architectures = {"granite4-h": "granitehybrid", "lfm2-moe": "lfm2moe"}
+    architecture = architectures.get(family, "nemotron_h_moe")
 
     def describe(writer: gguf.GGUFWriter) -> None:
         finish = writer.write_header_to_file

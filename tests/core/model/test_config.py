@@ -35,7 +35,13 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     assert (config.rope.type, config.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     normed = ("qwen3", "olmo2", "olmo3", "exaone4", "gemma3", "gemma4", "gemma4-unified")
     normed += ("qwen3_5", "lfm2", "lfm2-bias", "qwen3_moe", "qwen3_5_moe", "olmoe", "glm4_moe")
-    normed += ("lfm2-moe", "gemma4-moe", "qwen3_next-moe", "minimax_m2-moe", "laguna-moe")
+    normed += (
+        "lfm2-moe",
+        "gemma4-moe",
+        "qwen3_next-moe",
+        "minimax_m2-moe",
+        "laguna-moe",
+    )
     assert config.attention.qk_norm == (family.removesuffix("-windows") in normed)
 
 

@@ -17,7 +17,9 @@ from oracle import assert_equal_but_for_ties, greedy
 from triforce_core import Engine
 from triforce_core.model.checkpoints.names import head_order
 from triforce_core.model.families.dense import FAMILIES
+from triforce_core.model.families.family import EXPERT_COUNTS
 from triforce_core.model.families.hf import from_hf
+from triforce_core.model.feed_forward import Experts
 from triforce_core.model.layers import Keeps, Norms
 from triforce_kernels.layer import rotate
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
@@ -123,6 +125,8 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         named["layer_types"] = ["full_attention"] * 2
     if family == "granitemoehybrid":
         named["num_local_experts"] = 0
+    if family == "lfm2_moe":
+        named |= {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
     if family == "nemotron_h":
         named |= {"num_hidden_layers": 3, "mlp_hidden_act": "relu2"}
         named["layers_block_type"] = ["linear_attention", "full_attention", "moe"]
@@ -159,6 +163,14 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     assert ours.attention.qkv_bias == (
         family in ("qwen2", "qwen2_moe") or bool(getattr(theirs, "attention_bias", False))
     )
+    mlp = ours.layers[-1].mlp
+    if isinstance(mlp, Experts):
+        assert mlp.count in (getattr(theirs, name, None) for name in EXPERT_COUNTS)
+        active = ("num_experts_per_tok", "moe_k", "top_k_experts")
+        assert mlp.active in (getattr(theirs, name, None) for name in active)
+        own = getattr(theirs, "moe_intermediate_size", None)
+        assert mlp.width == (own or theirs.intermediate_size)
+        assert mlp.router.normalised == getattr(theirs, "norm_topk_prob", True)
 
 
 def test_configs_of_other_versions() -> None:
@@ -184,6 +196,8 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
     # By default these have what is not supported.
     if family == "gemma4_text":
         own["hidden_size_per_layer_input"] = 0
+    if family == "lfm2_moe":
+        own["layer_types"] = ["conv", "full_attention"] * (CONFIG["num_hidden_layers"] // 2)
     if family == "granitemoehybrid":
         own |= {"num_local_experts": 0, "layer_types": ["attention"] * CONFIG["num_hidden_layers"]}
     if family == "nemotron_h":

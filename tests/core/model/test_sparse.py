@@ -40,9 +40,12 @@ def stacked(directory: Path) -> None:
     file, made = directory / "model.safetensors", {}
     experts: dict[str, dict[tuple[str, int], torch.Tensor]] = {}
     for name, tensor in load_file(file).items():
-        found = re.match(r"(.*mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        found = re.match(
+            r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight", name
+        )
         if found:
-            experts.setdefault(found[1], {})[found[3], int(found[2])] = tensor
+            part = {"w1": "gate", "w2": "down", "w3": "up"}.get(found[3], found[3][:-5])
+            experts.setdefault(found[1], {})[part, int(found[2])] = tensor
         else:
             made[name] = tensor
     for prefix, tensors in experts.items():
@@ -53,7 +56,7 @@ def stacked(directory: Path) -> None:
     save_file(made, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "lfm2-moe"])
 def test_experts_in_stacked_tensors_are_the_same(tiny, tmp_path, family: str) -> None:
     make_model(family, tmp_path)
     texts = []
@@ -65,6 +68,16 @@ def test_experts_in_stacked_tensors_are_the_same(tiny, tmp_path, family: str) ->
         with engine(tmp_path, placement=PLACEMENTS["weights"], method="autoregressive") as running:
             texts.append(running.generate(PROMPT, GREEDY).token_ids)
     assert texts[0] == texts[1]
+
+
+def test_lfm2_without_a_bias_and_with_another_scale(tmp_path) -> None:
+    """As its config allows and no published model has it."""
+    switches = {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
+    model = make_model("lfm2-moe", tmp_path, num_dense_layers=0, **switches)
+    theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
+    with engine(tmp_path) as running:
+        ours = running.generate(PROMPT, GREEDY).token_ids
+    assert_equal_but_for_ties(model, PROMPT, ours, theirs[0, len(PROMPT) :].tolist())
 
 
 @pytest.mark.one_in(3)

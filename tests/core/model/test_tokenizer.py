@@ -15,7 +15,7 @@ from gguf_files import write_gguf
 from sentence_piece_files import write_sentence_piece
 
 from triforce_core.model.checkpoints.gguf_config import _FAMILIES
-from triforce_core.model.tokenizing.byte_level import _SPLITS, _split
+from triforce_core.model.tokenizing.byte_level import _SPLITS, _WHOLE_FIRST, _split
 from triforce_core.model.tokenizing.sentence_piece import SentencePieceTokenizer
 from triforce_core.model.tokenizing.tokenizer import (
     Tokenizer,
@@ -96,11 +96,12 @@ def test_a_sentence_piece_tokenizer_is_that_of_transformers(tiny, tmp_path) -> N
     assert load_tokenizer(tmp_path / "saved").encode(text) == ours.encode(text)
 
 
-def test_what_llama3_wants_besides(tiny, tmp_path) -> None:
+@pytest.mark.parametrize("pre", _WHOLE_FIRST)
+def test_what_llama3_wants_besides(tiny, tmp_path, pre: str) -> None:
     """Llama.cpp and the published tokenizer have these; transformers' reader of GGUF has not."""
 
     def describe(writer: gguf.GGUFWriter) -> None:
-        tokenizer_metadata(writer, "llama-bpe", adds=False)
+        tokenizer_metadata(writer, pre, adds=False)
         held = writer.kv_data[0]
         # A word that no merges lead to, a control token that is not spelled in bytes.
         held["tokenizer.ggml.tokens"].value += ["Ġqzxqzx", "<▁User▁>"]

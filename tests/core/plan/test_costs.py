@@ -161,8 +161,8 @@ def test_layers_of_every_family_cost_something(family: str) -> None:
     if family in ("exaone4", "olmo3", "cohere2", "qwen3") or family.startswith("gemma"):
         kinds[:3] = ["sliding_attention"] * 3
         raw |= {"layer_types": kinds, "sliding_window": 64, "use_sliding_window": True}
-    elif family in ("qwen3_5_text", "lfm2"):
-        kinds[:3] = [{"lfm2": "conv"}.get(family, "linear_attention")] * 3
+    elif family in ("qwen3_5_text", "lfm2", "lfm2_moe"):
+        kinds[:3] = ["linear_attention" if family == "qwen3_5_text" else "conv"] * 3
         raw |= {"layer_types": kinds, "partial_rotary_factor": 1.0}
     else:
         raw |= {"sliding_window": None}

@@ -173,8 +173,18 @@ def _lfm2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     kinds = [FULL] * fields.whole("block_count")
     own, kinds = _by_layer(dict(fields.raw), fields.source, CONV, kinds)
     more = {"layer_types": kinds, "conv_L_cache": fields.whole("shortconv.l_cache")}
-    more["use_expert_bias"] = any(name.endswith("exp_probs_b.bias") for name in names)
     return Fields(own, fields.source), {**more, "block_auto_adjust_ff_dim": False}
+
+
+def _lfm2moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields as of LFM2, and those of the experts. Raises CheckpointError or
+    UnsupportedModelError.
+    """
+    fields.only("expert_gating_func", _SIGMOID)
+    own, more = _lfm2(fields, names)
+    more["use_expert_bias"] = any(name.endswith("exp_probs_b.bias") for name in names)
+    more["num_dense_layers"] = fields.whole("leading_dense_block_count", 0, least=0)
+    return own, more
 
 
 def _granitehybrid(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
@@ -269,11 +279,7 @@ _EXPERTS = {
         "moe_shared_expert_intermediate_size",
     ),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
-    "leading_dense_block_count": (
-        "first_k_dense_replace",
-        "moe_layer_start_index",
-        "num_dense_layers",
-    ),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
     "interleave_moe_layer_step": ("moe_layer_interval",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
@@ -305,7 +311,7 @@ OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, An
     "qwen3next": _qwen3next,
     "laguna": _laguna,
     "lfm2": _lfm2,
-    "lfm2moe": _lfm2,
+    "lfm2moe": _lfm2moe,
     "granitehybrid": _granitehybrid,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,

@@ -263,6 +263,9 @@ def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str
     layer = "blk.{}."
     experts = naming.experts.as_held(held, layer, len(config.layers))
     naming = replace(naming, experts=experts, recurrent=naming.recurrent.as_held(held))
+    if _GGUF.last_norm in held:
+        # So do the files of LFM2 that Ollama converts call it.
+        naming = replace(naming, last_norm=_GGUF.last_norm)
     ends = {
         "embedding": "token_embd.weight",
         "head": "token_embd.weight" if config.tied else "output.weight",

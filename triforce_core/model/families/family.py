@@ -14,7 +14,6 @@ from triforce_core.model.layers import (
     NormKind,
     Norms,
 )
-from triforce_offload.errors import UnsupportedModelError
 
 Layers = tuple[LayerSpec, ...]
 # Fields that give the number of experts; some configs have it under two names.
@@ -114,11 +113,9 @@ def layer(
 
 def activation(fields: Fields, name: str) -> Activation:
     """Return the activation of a gate that a field names. Raises UnsupportedModelError."""
-    known = [each.value for each in Activation if each.gated]
-    value = fields.raw.get(name, "silu")
-    if value not in known:
-        raise UnsupportedModelError(f"{name} {value!r} is not supported (only {', '.join(known)})")
-    return Activation(value)
+    known = [Activation.SILU.value, Activation.GELU_TANH.value]
+    fields.only(name, *known)
+    return Activation(fields.get(name) or known[0])
 
 
 def with_windows(

@@ -30,7 +30,7 @@ class Fields:
     def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
-            wanted = "a positive number" if least else "a number from 0 on"
+            wanted = "a positive number" if least == 1 else f"a number from {least} on"
             raise CheckpointError(f"{self.source}: {name} must be {wanted}, got {value!r}")
         return value
 

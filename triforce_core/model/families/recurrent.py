@@ -48,6 +48,7 @@ def _lfm2(fields: Fields, count: int) -> Layers:
 
 def lfm2_layers(fields: Fields, count: int) -> Layers:
     """Without layer_types, layers that are not in full_attn_idxs are convolutions."""
+    fields.only("hidden_act", "silu")
     full = fields.get("full_attn_idxs")
     full = list(range(count)) if full is None else full
     if not isinstance(full, list) or not all(isinstance(index, int) for index in full):

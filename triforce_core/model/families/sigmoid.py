@@ -79,9 +79,11 @@ def _laguna(fields: Fields, count: int) -> Layers:
 
 
 def _lfm2_moe(fields: Fields, count: int) -> Layers:
-    """The first layers have dense MLPs. transformers adds 1e-6 to the sum of the chosen scores, and
-    llama.cpp nothing, as here.
+    """The first layers have dense MLPs. transformers adds 1e-6 to the sum of the chosen scores;
+    llama.cpp and this program do not.
     """
+    if fields.get("layer_types") is None and fields.get("full_attn_idxs") is None:
+        raise CheckpointError(f"{fields.source}: layer_types is missing")
     router = Router(
         Scores.SIGMOID,
         fields.flag("norm_topk_prob", True),

@@ -80,7 +80,7 @@ _UNSUPPORTED = (
     (r"nemotron-3([.]5)?-(super|ultra)", "Nemotron 3 Super and Ultra"),
     (r"nemotron-(super|ultra|h-47b)", "Llama Nemotron Super and Ultra, and Nemotron-H-47B"),
     (r"nemotron-(4|mini)|minitron", "Nemotron-4 and Minitron"),
-    (r"lfm2[.-].*vl|lfm3", "LFM2 with images, and LFM3"),
+    (r"lfm2[.-].*(vl|audio|colbert)|lfm3", "LFM2 with images or sound, and LFM3"),
     (r"minimax-(m1|m3|text|vl)", "MiniMax-M1 and MiniMax-M3"),
     (r"laguna-m", "Laguna-M"),
 )
