@@ -92,7 +92,8 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
     width = mlp.shared if experts else mlp.width
     rows = {
         "qkv": _projections(spec.mixer),
-        "o": [("o", hidden)],
+        # llama.cpp gives the outputs of attention more bits, and no others.
+        "o": [("o" if isinstance(spec.mixer, Attention) else "out", hidden)],
         "gate_up": _gate_up(mlp, width),
         "down": [("down", hidden)],
     }
