@@ -90,10 +90,8 @@ def _lfm2_moe(fields: Fields, count: int) -> Layers:
         biased=fields.flag("use_expert_bias", True),
         scale=fields.real("routed_scaling_factor", 1.0),
     )
-    experts, first = (
-        experts_of(fields, "num_experts", router),
-        fields.whole("num_dense_layers", 2, least=0),
-    )
+    experts = experts_of(fields, "num_experts", router)
+    first = fields.whole("num_dense_layers", 2, least=0)
     return tuple(
         spec if index < first else replace(spec, mlp=experts)
         for index, spec in enumerate(lfm2_layers(fields, count))
