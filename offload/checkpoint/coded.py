@@ -69,8 +69,8 @@ class FP8:
         shape, size = stored[name].shape, self.kind.elements
         if len(shape) != 2 or shape[1] % size:
             raise UnsupportedModelError(
-                f"{path}: {name} is F8_E4M3 of shape {list(shape)}; supported are matrices whose "
-                f"rows are a multiple of {size} numbers"
+                f"{path}: {name} is F8_E4M3 of shape {list(shape)}; supported are matrices, one "
+                f"a tensor, whose rows are a multiple of {size} numbers"
             )
         expected = (-(-shape[0] // size), shape[1] // size)
         if scales not in stored or stored[scales].shape != expected:

@@ -7,7 +7,14 @@ from typing import Protocol
 
 import torch
 
-from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, Mamba2, ShortConv
+from triforce_core.model.layers import (
+    Attention,
+    DeltaNet,
+    LayerSpec,
+    LinearAttention,
+    Mamba2,
+    ShortConv,
+)
 from triforce_core.model.norms import Norm
 from triforce_kernels.attention.attention import Softmax
 from triforce_kernels.elementwise import sigmoid, softplus
@@ -126,14 +133,32 @@ class AttentionMixer:
             into.copy_(self._norm.scaled(part, mean, weight).view(into.shape))
 
 
-class DeltaNetMixer:
-    """Gated DeltaNet, through a cache that keeps the inputs of the convolution and the state."""
+class _LinearMixer:
+    """A mixer with linear attention, through a cache that keeps the inputs of the convolution and
+    the state.
+    """
 
-    def __init__(self, spec: DeltaNet, norm: Norm, place: int) -> None:
+    def __init__(self, spec: LinearAttention, norm: Norm, place: int) -> None:
         """place: index among the recurrent layers"""
         self._spec = spec
         self._norm = norm
         self._place = place
+
+    def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, [rows, heads, size], of what the convolution gives."""
+        spec = self._spec
+        queries, keys, values = mixed.split((spec.keys, spec.keys, spec.values), 1)
+        return (
+            queries.unflatten(1, (-1, spec.key_dim)),
+            keys.unflatten(1, (-1, spec.key_dim)),
+            values.unflatten(1, (-1, spec.value_dim)),
+        )
+
+
+class DeltaNetMixer(_LinearMixer):
+    """Gated DeltaNet."""
+
+    _spec: DeltaNet
 
     def __call__(
         self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
@@ -144,13 +169,8 @@ class DeltaNetMixer:
         inputs, gate, rates, decays = projected.split(sizes, 1)
         convolution = Convolution(w["conv"], activates=True)
         mixed = cache.convolve(self._place, inputs, convolution, batch)
-        queries, keys, values = mixed.split((spec.keys, spec.keys, spec.values), 1)
-        rows = DeltaRows(
-            queries.unflatten(1, (-1, spec.key_dim)),
-            keys.unflatten(1, (-1, spec.key_dim)),
-            values.unflatten(1, (-1, spec.value_dim)),
-            *delta_gates(decays, rates, w["decay"], w["decay_bias"]),
-        )
+        gates = delta_gates(decays, rates, w["decay"], w["decay_bias"])
+        rows = DeltaRows(*self._heads(mixed), *gates)
         out = cache.recur(self._place, rows, batch)
         gated = gated_norm(out, w["head_norm"], gate, self._norm.eps)
         if spec.tiled_output:
@@ -159,17 +179,10 @@ class DeltaNetMixer:
         return gated
 
 
-class Mamba2Mixer:
-    """Mamba-2, through a cache that keeps the inputs of the convolution and the state.
+class Mamba2Mixer(_LinearMixer):
+    """Mamba-2. Steps are not clamped, as in mamba_ssm, vLLM and llama.cpp."""
 
-    Steps are not clamped, as in mamba_ssm, vLLM and llama.cpp.
-    """
-
-    def __init__(self, spec: Mamba2, norm: Norm, place: int) -> None:
-        """place: index among the recurrent layers"""
-        self._spec = spec
-        self._norm = norm
-        self._place = place
+    _spec: Mamba2
 
     def __call__(
         self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
@@ -179,16 +192,10 @@ class Mamba2Mixer:
         inputs, gate, steps = projected.split((spec.channels, spec.values, spec.value_heads), 1)
         convolution = Convolution(w["conv"], w.get("conv_bias"), activates=True)
         mixed = cache.convolve(self._place, inputs, convolution, batch).float()
-        queries, keys, values = mixed.split((spec.keys, spec.keys, spec.values), 1)
-        rows = DeltaRows(
-            queries.unflatten(1, (-1, spec.key_dim)),
-            keys.unflatten(1, (-1, spec.key_dim)),
-            values.unflatten(1, (-1, spec.value_dim)),
-            *step_gates(steps, w["decay"], w["decay_bias"]),
-            corrects=False,
-        )
+        gates = step_gates(steps, w["decay"], w["decay_bias"])
+        rows = DeltaRows(*self._heads(mixed), *gates, corrects=False)
         out = cache.recur(self._place, rows, batch).flatten(1)
-        skip = Skip(values, w["skip"])
+        skip = Skip(mixed[:, -spec.values :], w["skip"])
         return norm_of_gated(out, skip, w["head_norm"], gate, self._norm.eps, spec.key_heads)
 
 

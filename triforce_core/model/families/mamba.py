@@ -14,6 +14,7 @@ from triforce_core.model.families.family import (
 )
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.recurrent import LINEAR
+from triforce_core.model.families.sigmoid import sigmoid_router
 from triforce_core.model.families.sparse import experts_of, renamed
 from triforce_core.model.families.windows import FULL
 from triforce_core.model.feed_forward import (
@@ -23,7 +24,6 @@ from triforce_core.model.feed_forward import (
     Experts,
     NoMLP,
     Router,
-    Scores,
 )
 from triforce_core.model.layers import Mamba2, NormKind
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
@@ -162,19 +162,11 @@ def _nemotron_mamba(fields: Fields) -> Mamba2:
 
 
 def _nemotron_experts(fields: Fields) -> Experts:
-    router = Router(
-        Scores.SIGMOID,
-        fields.flag("norm_topk_prob", True),
-        biased=True,
-        scale=fields.real("routed_scaling_factor", 1.0),
-        groups=fields.whole("n_group", 1),
-        chosen_groups=fields.whole("topk_group", 1),
-    )
     return Experts(
         fields.whole("n_routed_experts"),
         fields.whole("num_experts_per_tok"),
         fields.whole("moe_intermediate_size"),
-        router,
+        sigmoid_router(fields),
         fields.whole("moe_shared_expert_intermediate_size"),
         activation=Activation.RELU2,
     )

@@ -13,16 +13,21 @@ from triforce_core.model.feed_forward import Router, Scores
 from triforce_offload.errors import CheckpointError
 
 
-def _glm4_moe(fields: Fields, count: int) -> Layers:
-    first = fields.whole("first_k_dense_replace", 1, least=0)
-    router = Router(
+def sigmoid_router(fields: Fields, *, biased: bool = True) -> Router:
+    """Return a router as its fields describe it under DeepSeek-V3's names."""
+    return Router(
         Scores.SIGMOID,
         fields.flag("norm_topk_prob", True),
-        biased=True,
+        biased=biased,
         scale=fields.real("routed_scaling_factor", 1.0),
         groups=fields.whole("n_group", 1),
         chosen_groups=fields.whole("topk_group", 1),
     )
+
+
+def _glm4_moe(fields: Fields, count: int) -> Layers:
+    first = fields.whole("first_k_dense_replace", 1, least=0)
+    router = sigmoid_router(fields)
     shared = fields.whole("n_shared_experts", 1) * fields.whole("moe_intermediate_size")
     experts = experts_of(fields, "n_routed_experts", router, shared=shared)
     bias, norm = fields.flag("attention_bias", False), fields.flag("use_qk_norm", False)
@@ -84,12 +89,7 @@ def _lfm2_moe(fields: Fields, count: int) -> Layers:
     """
     if fields.get("layer_types") is None and fields.get("full_attn_idxs") is None:
         raise CheckpointError(f"{fields.source}: layer_types is missing")
-    router = Router(
-        Scores.SIGMOID,
-        fields.flag("norm_topk_prob", True),
-        biased=fields.flag("use_expert_bias", True),
-        scale=fields.real("routed_scaling_factor", 1.0),
-    )
+    router = sigmoid_router(fields, biased=fields.flag("use_expert_bias", True))
     experts = experts_of(fields, "num_experts", router)
     first = fields.whole("num_dense_layers", 2, least=0)
     return tuple(

@@ -104,36 +104,58 @@ class DividedAttention:
 
 
 @dataclass(frozen=True)
-class DividedDeltaNet:
-    """Gated DeltaNet, divided by heads: value heads as `queries`, and their key heads."""
+class _DividedLinearAttention:
+    """Linear attention, divided by heads: value heads as `queries`, and their key heads."""
 
-    whole: DeltaNet
+    whole: DeltaNet | Mamba2
     heads: Heads
 
-    def mixer(self, rank: int) -> DeltaNet:
+    def mixer(self, rank: int) -> Mixer:
         """Divided.mixer."""
         values, keys = (len(own[rank]) for own in self.heads)
         return replace(self.whole, key_heads=keys, value_heads=values)
 
     def windows(self, part: str, rank: int) -> list[Window]:
         """Divided.windows."""
-        own = self.heads.queries[rank]
-        values = _columns(own, self.whole.value_dim)
+        own, values = self.heads.queries[rank], self._values(rank)
         keys = _columns(self.heads.keys[rank], self.whole.key_dim)
         channels = [Window(keys), Window(keys), Window(values)]
-        if part == "qkv":
-            return [*channels, Window(values), Window(own), Window(own)]
-        if part == "conv":
-            return channels
-        if part in ("decay", "decay_bias"):
-            return [Window(own)]
-        return [Window(None, self._columns(rank) if part == "o" else None)]
+        match part:
+            case "qkv":
+                return [*channels, Window(values), *self._gates(own)]
+            case "conv" | "conv_bias":
+                return channels
+            case "decay" | "decay_bias" | "skip":
+                return [Window(own)]
+            case "o":
+                return [Window(None, self._columns(rank))]
+            case _:
+                return [Window(None)]
+
+    def _values(self, rank: int) -> range:
+        return _columns(self.heads.queries[rank], self.whole.value_dim)
+
+    def _gates(self, own: range) -> list[Window]:
+        """Return the windows of the last pieces of "qkv", which have a row for each value head."""
+        return [Window(own)]
 
     def _columns(self, rank: int) -> range | tuple[range, ...]:
         """Return the columns of "o" that belong to a rank's value heads."""
+        return self._values(rank)
+
+
+class DividedDeltaNet(_DividedLinearAttention):
+    """Gated DeltaNet, divided by heads."""
+
+    whole: DeltaNet
+
+    def _gates(self, own: range) -> list[Window]:
+        return [Window(own), Window(own)]
+
+    def _columns(self, rank: int) -> range | tuple[range, ...]:
         whole, own, keys = self.whole, self.heads.queries[rank], self.heads.keys[rank]
         if not whole.tiled_output:
-            return _columns(own, whole.value_dim)
+            return self._values(rank)
         # Of each key head the first value heads come first, then the second ones, ...
         first = own.start % (whole.value_heads // whole.key_heads)
         starts = [(first + each) * whole.key_heads for each in range(len(own) // len(keys))]
@@ -143,35 +165,16 @@ class DividedDeltaNet:
         )
 
 
-@dataclass(frozen=True)
-class DividedMamba2:
-    """Mamba-2, divided by groups: their heads as `queries`."""
+class DividedMamba2(_DividedLinearAttention):
+    """Mamba-2, divided by groups: their heads as `queries`. The norm is of groups, too."""
 
     whole: Mamba2
-    heads: Heads
-
-    def mixer(self, rank: int) -> Mamba2:
-        """Divided.mixer."""
-        values, keys = (len(own[rank]) for own in self.heads)
-        return replace(self.whole, key_heads=keys, value_heads=values)
 
     def windows(self, part: str, rank: int) -> list[Window]:
         """Divided.windows."""
-        own = self.heads.queries[rank]
-        values = _columns(own, self.whole.value_dim)
-        keys = _columns(self.heads.keys[rank], self.whole.key_dim)
-        channels = [Window(keys), Window(keys), Window(values)]
-        match part:
-            case "qkv":
-                return [*channels, Window(values), Window(own)]
-            case "conv" | "conv_bias":
-                return channels
-            case "decay" | "decay_bias" | "skip":
-                return [Window(own)]
-            case "head_norm":
-                return [Window(values)]
-            case _:
-                return [Window(None, values if part == "o" else None)]
+        if part == "head_norm":
+            return [Window(self._values(rank))]
+        return super().windows(part, rank)
 
 
 @dataclass(frozen=True)
