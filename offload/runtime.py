@@ -26,6 +26,7 @@ from triforce_offload.passes import Passes
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import share_blocks
 from triforce_offload.schedule import KV, WEIGHTS
+from triforce_offload.weights.expert_pool import ExpertPools
 from triforce_offload.weights.layouts import FlatLayout
 from triforce_offload.weights.store import Fill, Loaded, StreamedWeights, WeightStore
 
@@ -68,6 +69,9 @@ class Runtime:
             undo.callback(self.dense_blocks.close)
             self.weights = WeightStore(layouts, plan.layers, memory, host, fill, loaded)
             undo.callback(self.weights.close)
+            hosts = [each.source and each.source.bytes for each in self.weights.locations]
+            self.expert_pools = ExpertPools(layouts, plan.layers, hosts, memory, link)
+            undo.callback(self.expert_pools.close)
             self._rings: list[list[Allocation]] = []
             self.conveyor = Conveyor(
                 link,
@@ -85,11 +89,11 @@ class Runtime:
                 undo.callback(processor.close)
             kv_index = plan.requirements.kv_index
             self._copies = PassCopies(self.conveyor, self.weights, kv_index, processor)
-            through = layouts, self.conveyor, trace
+            through = layouts, self.conveyor, trace, self.expert_pools
             self.passes = Passes(
                 self._copies,
-                StreamedWeights(self.weights.in_passes, *through),
-                StreamedWeights(self.weights.locations, *through),
+                StreamedWeights(self.weights.in_passes, *through, prefills=False),
+                StreamedWeights(self.weights.locations, *through, prefills=True),
             )
             undo.pop_all()
 
@@ -143,6 +147,7 @@ class Runtime:
         self.conveyor.close()
         if self._copies.processor is not None:
             self._copies.processor.close()
+        self.expert_pools.close()
         self.weights.close()
         self.host_blocks.close()
         self.dense_blocks.close()

@@ -50,7 +50,8 @@ def gated_experts(
     float32.
 
     x: [rows, hidden]
-    chosen, weights: experts of each row and their weights, [rows, active] int64 and float32
+    chosen, weights: experts of each row and their weights, [rows, active] int64 and float32; -1 for
+        none, whose weight does not count
     come: returns a tensor of the device on the host, which takes until it is there: if there are
         many rows, or no kernels for the format
     Raises ValueError.
@@ -122,7 +123,7 @@ class Divided(NamedTuple):
 
     order, experts: see `Tiles`
     own: the same as `order`, for rows that are in their places already
-    places: place of each expert of each row, [rows, active] int64
+    places: place of each expert of each row, [rows, active] int64; -1 for none
     """
 
     order: torch.Tensor
@@ -135,7 +136,7 @@ def in_tiles(chosen: torch.Tensor, count: int) -> Divided:
     """Divide rows into tiles. The number of tiles depends on shapes alone, and nothing waits for
     the device.
 
-    chosen: experts of each row, [rows, active] int64
+    chosen: experts of each row, [rows, active] int64; -1 for none
     Raises ValueError.
     """
     require(
@@ -156,14 +157,15 @@ def reference_in_tiles(
     flat = chosen.flatten()
     sizes = (flat.unsqueeze(1) == torch.arange(count, device=device)).sum(0)
     ends = ((sizes + EXPERT_TILE - 1) // EXPERT_TILE).cumsum(0)
-    first_tile = torch.cat((ends.new_zeros(1), ends[:-1]))
-    first = sizes.cumsum(0) - sizes
-    expert, pair = flat.sort(stable=True)
+    first_tile = torch.cat((ends.new_zeros(1), ends))
+    first = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    # Those without an expert come last, and go to a place that is dropped.
+    expert, pair = flat.where(flat >= 0, count).sort(stable=True)
     within = torch.arange(pairs, device=device) - first[expert]
-    place = first_tile[expert] * EXPERT_TILE + within
-    order = flat.new_full((tiles * EXPERT_TILE,), -1).scatter_(0, place, pair // active)
+    place = (first_tile[expert] * EXPERT_TILE + within).where(expert < count, tiles * EXPERT_TILE)
+    order = flat.new_full((tiles * EXPERT_TILE + 1,), -1).scatter_(0, place, pair // active)[:-1]
     which = torch.searchsorted(ends, torch.arange(tiles, device=device), right=True)
-    places = torch.empty_like(flat).scatter_(0, pair, place)
+    places = torch.empty_like(flat).scatter_(0, pair, place.where(expert < count, -1))
     own = torch.arange(len(order), device=device).masked_fill_(order < 0, -1)
     return order, own, which.masked_fill_(which == count, -1), places.view(rows, active)
 
@@ -176,7 +178,7 @@ def weighted_sums(
 
     outputs: [places, columns]
     places, weights: places of each row's experts and their weights, [rows, active] int64 and
-        float32
+        float32; places of -1 do not count
     Raises ValueError.
     """
     require(
@@ -197,7 +199,9 @@ def reference_weighted_sums(
 ) -> torch.Tensor:
     out = outputs.new_zeros(len(places), outputs.shape[1], dtype=torch.float32)
     for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
-        out += outputs[place].float() * weight.unsqueeze(1)
+        there = (place >= 0).unsqueeze(1)
+        own = outputs[place.clamp(min=0)].float() * weight.unsqueeze(1)
+        out += own.where(there, 0)
     return out.to(outputs.dtype)
 
 
@@ -235,10 +239,12 @@ def _one_by_one(
     count, gate_up, down, biases = experts
     (rows, active), hidden, width = chosen.shape, x.shape[1], experts.rows
     flat = chosen.flatten()
-    order = flat.sort(stable=True).indices
+    # Those without an expert come last, and no product has them.
+    which, order = flat.where(flat >= 0, count).sort(stable=True)
     row = order // active
     outputs, first = x.new_empty(rows * active, hidden), 0
-    for expert, size in enumerate(come(flat.bincount(minlength=count)).tolist()):
+    sizes = come(which.bincount(minlength=count + 1))
+    for expert, size in enumerate(sizes[:count].tolist()):
         if size:
             part = rows_of(gate_up, expert * width, (expert + 1) * width)
             bias = biases and biases[0][expert]
@@ -247,7 +253,7 @@ def _one_by_one(
             outputs[first : first + size] = linear(inner, part, biases and biases[1][expert])
             first += size
     places = torch.empty_like(flat)
-    places[order] = torch.arange(rows * active, device=x.device)
+    places[order] = torch.arange(rows * active, device=x.device).where(which < count, -1)
     return weighted_sums(outputs, places.view(rows, active), weights)
 
 

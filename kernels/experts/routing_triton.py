@@ -117,6 +117,8 @@ def _tiles_kernel(
     for start in range(0, pairs, PAIRS):
         pair = start + step
         which = tl.load(chosen + pair, mask=pair < pairs, other=-1)
+        nowhere = (tile == 0) & (which < 0) & (pair < pairs)
+        tl.store(places + pair, tl.full([PAIRS], -1, tl.int64), mask=nowhere)
         match = ((which == ours) & exists).to(tl.int32)
         rank = before + tl.cumsum(match, 0) - match - first
         before += tl.sum(match, 0)
@@ -150,8 +152,8 @@ def _sum_kernel(outputs, places, weights, out, columns, ACTIVE: tl.constexpr,
     acc = tl.zeros([COLUMNS], tl.float32)
     for each in range(ACTIVE):
         place = tl.load(places + row * ACTIVE + each)
-        weight = tl.load(weights + row * ACTIVE + each)
-        own = tl.load(outputs + place * columns + column, mask=real, other=0.0)
+        weight = tl.load(weights + row * ACTIVE + each, mask=place >= 0, other=0.0)
+        own = tl.load(outputs + place * columns + column, mask=real & (place >= 0), other=0.0)
         acc += own.to(tl.float32) * weight
     tl.store(out + row * columns + column, acc.to(out.dtype.element_ty), mask=real)
 

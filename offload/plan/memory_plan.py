@@ -15,6 +15,7 @@ from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.plan.placement import LAYER_LISTS, Placement, left_to_processor
 from triforce_offload.plan.requirements import Requirements
+from triforce_offload.weights.experts import ExpertSizes
 
 # Number of whole host layers that are read from files ahead of their crossing.
 READ_AHEAD = 2
@@ -44,6 +45,8 @@ class LayerPlan:
     low_bytes: size of the low bits of its split matrices; 0 if nothing is split
     expert_bytes: size of its experts, if these alone are away; else 0
     copy_bytes: size of its int4 draft copy on the device; 0 for none
+    expert_slots: number of its experts that are on the device and in host memory
+    experts: sizes of its experts one by one, if some are
     """
 
     where: Where
@@ -51,6 +54,13 @@ class LayerPlan:
     low_bytes: int = 0
     expert_bytes: int = 0
     copy_bytes: int = 0
+    expert_slots: int = 0
+    experts: ExpertSizes | None = None
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the experts that are on the device as well."""
+        return self.experts.pool_bytes(self.expert_slots) if self.experts else 0
 
     @property
     def device_bytes(self) -> int:
@@ -180,7 +190,10 @@ class MemoryPlan:
                 del where[layer]  # no matrix of it could be split
             experts = needs.expert_bytes[layer] if layer in apart and needs.expert_bytes else 0
             copy = needs.int4_bytes[layer] if layer in copies and needs.int4_bytes else 0
-            plans.append(_layer_plan(where.get(layer, Where.DEVICE), nbytes, low, experts, copy))
+            plan = where.get(layer, Where.DEVICE), nbytes, low, experts, copy
+            if experts and placement.expert_slots and where[layer] is Where.PROCESSOR:
+                plan = *plan, placement.expert_slots, needs.experts[layer]
+            plans.append(_layer_plan(*plan))
         return tuple(plans)
 
     @cached_property
@@ -259,7 +272,7 @@ class MemoryPlan:
         copies = sum(layer.copy_bytes for layer in self.layers)
         passes = needs.sequences * needs.pass_workspace_bytes
         return {
-            "weights": sum(layer.device_bytes for layer in self.layers) + ends,
+            "weights": sum(each.device_bytes + each.pool_bytes for each in self.layers) + ends,
             "kv": kv.device_bytes + needs.tail_bytes,
             "windows": needs.window_bytes,
             "states": needs.state_bytes,
@@ -314,6 +327,7 @@ class MemoryPlan:
             raise UsageError(
                 "expert_layers of a placement are of weights with experts that are not split"
             )
+        self._check_expert_slots()
         if (needed := self.device_bytes) > limit_bytes:
             raise DoesNotFitError(
                 "device memory for this placement", needed, limit_bytes, "let more of it stream"
@@ -324,3 +338,17 @@ class MemoryPlan:
         streams_kv = self.kv.blocks > (0 if needs.kv.split else self.kv.resident)
         if streams_kv and min(placement.kv_slots, placement.staging_slots) < 1:
             raise UsageError("a placement that streams KV needs KV slots and staging slots")
+
+    def _check_expert_slots(self) -> None:
+        slots = self.placement.expert_slots
+        for index, layer in enumerate(self.layers):
+            if layer.expert_slots and layer.experts is None:
+                raise UsageError(
+                    f"expert_slots of a placement: layer {index} has its experts in a format that "
+                    "does not keep one after the other"
+                )
+            if layer.experts and slots > layer.experts.count:
+                raise UsageError(
+                    f"expert_slots of a placement cannot be {slots}: layer {index} has "
+                    f"{layer.experts.count} experts"
+                )

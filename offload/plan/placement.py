@@ -28,6 +28,8 @@ class Placement:
         device and draft
     expert_layers: streamed layers of which only the experts are away; the rest of them is on the
         device
+    expert_slots: number of experts of each of the expert_layers that the processor computes which
+        are on the device as well: those that were used last
     processor_kv: share of the KV blocks in host memory alone to which the processor attends in
         passes, where they are
     processor_layers: streamed layers that only prefills copy to the device; in a pass the processor
@@ -47,6 +49,7 @@ class Placement:
     processor_layers: tuple[int, ...] = ()
     processor_kv: float = 0.0
     expert_layers: tuple[int, ...] = ()
+    expert_slots: int = 0
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that no placement can have."""
@@ -61,6 +64,11 @@ class Placement:
         for name, other in (*combinations(_OF_STREAMED, 2), *apart):
             if both := sorted(set(getattr(self, name)) & set(getattr(self, other))):
                 raise UsageError(f"layers {both} cannot be both {name} and {other}")
+        if self.expert_slots and not set(self.expert_layers) & set(self.processor_layers):
+            raise UsageError(
+                f"expert_slots {self.expert_slots} of a placement need expert_layers that the "
+                "processor computes"
+            )
         if not isinstance(self.embedding_resident, bool):
             raise UsageError(f"embedding_resident cannot be {self.embedding_resident!r}")
         if not isinstance(self.processor_kv, (int, float)) or not 0 <= self.processor_kv <= 1:
@@ -101,6 +109,7 @@ def left_to_processor(share: float, blocks: int) -> int:
 _OF_STREAMED = ("file_layers", "split_layers", "processor_layers")
 LAYER_LISTS = ("streamed_layers", "int4_layers", *_OF_STREAMED, "expert_layers")
 _COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "reclaimed_kv_blocks")
+_COUNTS += ("expert_slots",)
 
 
 def _is_count(value: object) -> bool:

@@ -8,6 +8,7 @@ from functools import cached_property
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import StateShape
 from triforce_offload.kv.windows.shape import WindowShape
+from triforce_offload.weights.experts import ExpertSizes
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Requirements:
         if there are none
     expert_bytes: size of each layer's experts, which may be away while the rest of the layer is on
         the device; empty if there are none
+    experts: sizes of each layer's experts one by one; None where they cannot be apart, or where
+        there are none
     head_bytes: size of final norm and output matrix, which are always on the device
     embedding_bytes: size of the input embedding if it is a matrix of its own, 0 if it is tied to
         the head
@@ -52,6 +55,7 @@ class Requirements:
     decoding_bytes: int = 0
     low_bytes: tuple[int, ...] = ()
     expert_bytes: tuple[int, ...] = ()
+    experts: tuple[ExpertSizes | None, ...] = ()
     kv_layers: tuple[int, ...] | None = None
     windows: WindowShape | None = None
     states: StateShape | None = None

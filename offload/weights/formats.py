@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -92,6 +92,12 @@ class Format(ABC):
     def view(self, buffer: torch.Tensor) -> Weight:
         """Return the tensor in a flat uint8 buffer of `nbytes` bytes."""
 
+    def of_share(self, part: int, whole: int) -> Format | None:
+        """Return the format of a share of the rows; None if the bytes of rows do not follow one
+        another.
+        """
+        return None
+
     @property
     def high_bytes(self) -> int:
         """Size without the low bits."""
@@ -132,6 +138,9 @@ class Dense(Format):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def of_share(self, part: int, whole: int) -> Dense:
+        return replace(self, shape=(self.shape[0] * part // whole, *self.shape[1:]))
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         import torch
 
@@ -167,6 +176,9 @@ class Blocks(Matrix):
     @property
     def nbytes(self) -> int:
         return self.rows * self.kind.row_bytes(self.columns)
+
+    def of_share(self, part: int, whole: int) -> Blocks:
+        return replace(self, rows=self.rows * part // whole)
 
     @property
     def block_type(self) -> BlockType:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from triforce_offload.weights.experts import ExpertSizes
 from triforce_offload.weights.formats import Format, Matrix, aligned
 
 if TYPE_CHECKING:
     import torch
 
     from triforce_kernels.weights.linear import Weight
+    from triforce_offload.weights.expert_pool import ExpertPool
 
 
 class Views(dict[str, "Weight"]):
     """Named tensors of a layer, in one place.
 
     prepared: what a computation makes of their addresses once; None before
+    pool: the experts that are on the device, if these tensors are in host memory
+    fill: fills a pool with the experts of these tensors that rows chose, [rows, active] int64 on
+        the host, if these tensors are on the device
     """
 
     prepared: Any = None
+    pool: ExpertPool | None = None
+    fill: Callable[[torch.Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,26 @@ class FlatLayout:
     def expert_bytes(self) -> int:
         """Bytes of the experts, if these are the last part."""
         return 0 if self.low_offsets else self.nbytes - self.first_bytes
+
+    def experts(self, count: int) -> ExpertSizes | None:
+        """Return the sizes of `count` experts that are the last part; None if they are not, or if
+        the bytes of an expert do not follow one another.
+        """
+        own = self.of_experts(1, count) if self.expert_bytes else None
+        if own is None:
+            return None
+        return ExpertSizes(count, tuple(each.nbytes for each in own.formats.values()))
+
+    def of_experts(self, slots: int, count: int) -> FlatLayout | None:
+        """Return the layout of some of `count` experts, as `experts` does."""
+        formats: dict[str, Format] = {}
+        for name, stored in self.formats.items():
+            if self.offsets[name] >= self.first_bytes:
+                part = stored.of_share(slots, count)
+                if part is None:
+                    return None
+                formats[name] = part
+        return FlatLayout.of(formats)
 
     def decoded(self) -> Iterator[Matrix]:
         """Yield the matrices, or parts of matrices, that products have to decode."""

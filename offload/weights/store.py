@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.memory.host import HostBuffers, HostMemory
 from triforce_offload.plan.memory_plan import LayerPlan, Where
 from triforce_offload.schedule import WEIGHTS
+from triforce_offload.weights.expert_pool import ExpertPools
 from triforce_offload.weights.int4_copies import Int4Copies
 from triforce_offload.weights.layouts import FlatLayout, Views
 from triforce_offload.weights.locations import (
@@ -157,12 +159,19 @@ class StreamedWeights:
         layouts: Sequence[FlatLayout],
         conveyor: Conveyor,
         trace: Tracer,
+        pools: ExpertPools,
+        *,
+        prefills: bool,
     ) -> None:
-        """locations, layouts: location and layout of each layer"""
+        """locations, layouts: location and layout of each layer
+        pools: of experts, which prefills fill and passes use
+        """
         self._locations = locations
         self._layouts = layouts
         self._conveyor = conveyor
         self._trace = trace
+        self._pools = pools
+        self._prefills = prefills
         self._views: dict[tuple[int, int], Views] = {}
 
     @contextmanager
@@ -172,7 +181,11 @@ class StreamedWeights:
         with self._conveyor.bring((WEIGHTS, index), location) as buffer:
             key = (index, buffer.data_ptr())
             if key not in self._views:
-                self._views[key] = location.views(self._layouts[index], buffer)
+                self._views[key] = views = location.views(self._layouts[index], buffer)
+                if (pool := self._pools.get(index)) and self._prefills:
+                    views.fill = partial(pool.fill, buffer)
+                else:
+                    views.pool = pool
             compute = self._trace.processor if location.by_processor else self._trace.compute
             with compute("layer", layer=index):
                 yield self._views[key]

@@ -66,6 +66,16 @@ def test_rows_are_in_tiles_of_their_experts(backend) -> None:
         assert torch.equal(used, experts >= 0), "no tile without rows is multiplied"
 
 
+def test_rows_without_an_expert_are_in_no_tile(backend) -> None:
+    chosen = torch.tensor([[2, -1], [-1, -1], [0, 2], [-1, 1]], device=DEVICE)
+    order, own, experts, places = in_tiles(chosen, 3)
+    assert torch.equal(places < 0, chosen < 0)
+    assert order[places[chosen >= 0]].tolist() == [0, 2, 2, 3]
+    assert experts[places[chosen >= 0] // EXPERT_TILE].tolist() == [2, 0, 2, 1]
+    assert int((order >= 0).sum()) == int((own >= 0).sum()) == 4
+    assert int((experts >= 0).sum()) == 3
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("name", ["dense", "int4", "split", "high", "blocks"])
@@ -106,6 +116,28 @@ def test_weighted_sums_of_gated_experts(backend, draw, rows: int) -> None:
             inner = torch.nn.functional.silu(gate) * up
             exact[row] += weight * (down.view(count, hidden, -1)[expert].double() @ inner)
     assert_near(found, exact, 4 * TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_a_choice_of_no_expert_adds_nothing(backend, draw, rows: int) -> None:
+    """Experts of two places are computed apart, and their sums added (`ExpertPool`). What does not
+    count may be anything, as may what no product has written.
+    """
+    count, width, hidden = 6, 24, 64
+    experts = Experts(count, draw(count * 2 * width, hidden), draw(count * hidden, width))
+    x, generator = draw(rows, hidden), torch.Generator().manual_seed(4)
+    chosen = torch.rand(rows, count, generator=generator).topk(2).indices.to(DEVICE)
+    weights = draw(rows, 2).abs()
+    whole = gated_experts(x, experts, chosen, weights, swiglu)
+    here = chosen % 3 == 0
+    parts = [
+        gated_experts(x, experts, chosen.where(own, -1), weights.where(own, torch.nan), swiglu)
+        for own in (here, ~here)
+    ]
+    assert_near(sum(parts), whole.double(), 4 * TOLERANCE[torch.float32])
+    none = ~here.any(1)
+    assert none.any() or rows == 1
+    assert not parts[0][none].any()
 
 
 def test_a_block_type_without_a_kernel_goes_expert_by_expert(backend) -> None:

@@ -24,6 +24,7 @@ from triforce_kernels.experts.routing import Choice, choose
 from triforce_kernels.layer import clamped_swiglu, geglu, rms_norm, swiglu
 from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
+from triforce_offload.weights.expert_pool import ExpertPool
 from triforce_offload.weights.layouts import Views
 
 
@@ -95,16 +96,51 @@ class ExpertsMLP:
     def _experts(
         self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        biases, here = None, x.device
+        if w.fill is not None:
+            w.fill(come(chosen).cpu())
+        if w.pool is not None:
+            return self._by_both(w, w.pool, x, chosen, weights)
+        # The processor may have them, and none of the rest of the layer.
+        there, here = w["experts_down"].device, x.device
+        x, chosen, weights = (moved(each, there) for each in (x, chosen, weights))
+        return moved(self._outputs(w, self._spec.count, x, chosen, weights), here)
+
+    def _by_both(
+        self,
+        w: Views,
+        pool: ExpertPool,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """`_experts`, of which the device computes those that are in a pool, and the processor the
+        others meanwhile.
+        """
+        there, here, out = w["experts_down"].device, x.device, None
+        chosen = come(chosen).cpu()
+        slots, others = pool.divide(chosen)
+        # What the processor takes crosses before the device has more to compute.
+        theirs = [moved(each, there) for each in (x, weights)] if (others >= 0).any() else None
+        if (slots >= 0).any():
+            out = self._outputs(pool.views, pool.slots, x, slots.to(here), weights)
+        if theirs:
+            rows, their_weights = theirs
+            computed = self._outputs(w, self._spec.count, rows, others, their_weights)
+            computed = moved(computed, here)
+            out = computed if out is None else out.add_(computed)
+        pool.used(chosen)
+        return out
+
+    def _outputs(
+        self, w: Views, count: int, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weighted sums of each row's experts, where these are. count: of those in w"""
+        biases = None
         if self._spec.biases:
             gate_up = torch.cat((w["experts_gate_bias"], w["experts_up_bias"]), 1)
             biases = gate_up.to(x.dtype), w["experts_down_bias"].to(x.dtype)
-        experts = grouped.Experts(self._spec.count, w["experts_gate_up"], w["experts_down"], biases)
-        # The processor may have them, and none of the rest of the layer.
-        there = experts.down.device
-        x, chosen, weights = (moved(each, there) for each in (x, chosen, weights))
-        out = grouped.gated_experts(x, experts, chosen, weights, self._gated, come)
-        return moved(out, here)
+        experts = grouped.Experts(count, w["experts_gate_up"], w["experts_down"], biases)
+        return grouped.gated_experts(x, experts, chosen, weights, self._gated, come)
 
     def _shared(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
         return linear(self._gated(linear(normed, w["gate_up"])), w["down"])

@@ -254,4 +254,5 @@ _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "accept", "draft_weights", "draft_kv",
     "weights", "kv", "reclaimed_kv_blocks", "int4_layers",
     "file_layers", "split_layers", "processor_layers", "processor_kv", "expert_layers",
+    "expert_slots",
 }  # fmt: skip

@@ -160,6 +160,10 @@ class ModelSizes:
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
             low_bytes=_unless_zero(layer.low_bytes for layer in weights.layers),
             expert_bytes=_unless_zero(layer.expert_bytes for layer in weights.layers),
+            experts=tuple(
+                layout.experts(spec.mlp.count) if spec.mlp.active else None
+                for spec, layout in zip(config.layers, weights.layers, strict=True)
+            ),
             head_bytes=weights.head.nbytes,
             embedding_bytes=weights.embedding.nbytes if weights.embedding else 0,
             prefill_workspace_bytes=prefill_workspace_bytes(

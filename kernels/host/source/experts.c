@@ -62,8 +62,8 @@ EXPORT void triforce_experts(const Experts *e, int threads) {
 /* For a check against `library.py`. */
 EXPORT int triforce_size_of_experts(void) { return sizeof(Experts); }
 
-/* `grouped.in_tiles`, for rows that chose `active` of `count` experts each. sizes: room for `count`
-   numbers. Returns 0 for an expert that is not there. */
+/* `grouped.in_tiles`, for rows that chose `active` of `count` experts each, or none where a number is
+   negative. sizes: room for `count` numbers. Returns 0 for an expert that is not there. */
 EXPORT int triforce_tiles(const int64_t *chosen, int64_t rows, int64_t active, int64_t count,
                           int64_t tiles, int64_t size, int64_t *order, int64_t *own,
                           int64_t *which, int64_t *places, int64_t *sizes) {
@@ -71,8 +71,8 @@ EXPORT int triforce_tiles(const int64_t *chosen, int64_t rows, int64_t active, i
     for (int64_t t = 0; t < tiles; t++) which[t] = -1;
     for (int64_t e = 0; e < count; e++) sizes[e] = 0;
     for (int64_t i = 0; i < rows * active; i++) {
-        if (chosen[i] < 0 || chosen[i] >= count) return 0;
-        sizes[chosen[i]]++;
+        if (chosen[i] >= count) return 0;
+        if (chosen[i] >= 0) sizes[chosen[i]]++;
     }
     /* From here on, the place of an expert's next row. */
     int64_t tile = 0;
@@ -82,6 +82,8 @@ EXPORT int triforce_tiles(const int64_t *chosen, int64_t rows, int64_t active, i
         for (; needed; needed--) which[tile++] = e;
     }
     for (int64_t i = 0; i < rows * active; i++) {
+        places[i] = -1;
+        if (chosen[i] < 0) continue;
         int64_t place = places[i] = sizes[chosen[i]]++;
         order[place] = i / active;
         own[place] = place;
@@ -153,12 +155,14 @@ EXPORT void triforce_choose(const Choice *c, const float *products, const float 
 
 EXPORT int triforce_size_of_choice(void) { return sizeof(Choice); }
 
-/* out [rows, columns] += the sums of `active` outputs of each row, at `places`, by its weights. */
+/* out [rows, columns] += the sums of up to `active` outputs of each row, at those of its `places` that
+   are not negative, by its weights. */
 EXPORT void triforce_weighted_sums(const float *outputs, const int64_t *places,
                                    const float *weights, int64_t rows, int64_t active,
                                    int64_t columns, float *out) {
     for (int64_t row = 0; row < rows; row++, out += columns)
         for (int64_t a = 0; a < active; a++) {
+            if (places[row * active + a] < 0) continue;
             const float *from = outputs + places[row * active + a] * columns;
             float weight = weights[row * active + a];
             for (int64_t i = 0; i < columns; i++) out[i] += from[i] * weight;

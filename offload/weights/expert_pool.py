@@ -1,0 +1,214 @@
+"""Pools of experts: those of a layer that were used last are on the device, while host memory has
+all of them.
+
+In a pass the device computes the chosen experts that are in the pool, and the processor the others.
+Consecutive tokens choose many of the same experts, so each of the others then takes the place of
+the one that was used longest ago. A prefill fills a pool with the experts of its last tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from triforce_offload.errors import LinkError
+from triforce_offload.link.link import Event, Link
+from triforce_offload.memory.device import Allocation, DeviceMemory
+from triforce_offload.plan.memory_plan import LayerPlan
+from triforce_offload.weights.layouts import FlatLayout
+
+# Experts of a layer that cross the link after a pass at most: more would keep the next one waiting.
+MOST_INSERTED = 2
+
+
+class Part(NamedTuple):
+    """One tensor of the experts, as flat bytes.
+
+    start: first byte among the bytes of all experts
+    nbytes: bytes of one expert
+    slots: bytes of the experts on the device, slot after slot
+    """
+
+    start: int
+    nbytes: int
+    slots: torch.Tensor
+
+    def of_expert(self, experts: torch.Tensor, expert: int) -> torch.Tensor:
+        """Return the bytes of one expert. experts: bytes of all experts"""
+        first = self.start + expert * self.nbytes
+        return experts[first : first + self.nbytes]
+
+    def of_slot(self, slot: int) -> torch.Tensor:
+        return self.slots[slot * self.nbytes : (slot + 1) * self.nbytes]
+
+
+class ExpertPool:
+    """The experts of one layer that are on the device as well as in host memory.
+
+    views: their tensors, slot after slot as all experts' tensors are expert after expert
+    hits, misses: how many experts passes found in the pool, and how many they did not. An expert
+        that several rows of a pass chose counts once
+    inserted_bytes: bytes that crossed the link to the pool
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        layout: FlatLayout,
+        plan: LayerPlan,
+        memory: torch.Tensor,
+        host: torch.Tensor,
+        link: Link,
+    ) -> None:
+        """layout, plan: of the layer
+        memory: bytes of the pool on the device
+        host: bytes of all experts, the last part of the layer
+        """
+        sizes, slots = plan.experts, plan.expert_slots
+        own = layout.of_experts(slots, sizes.count)
+        self.views = own.views(memory)
+        self.slots = slots
+        self.hits = self.misses = self.inserted_bytes = 0
+        self._layer, self._host, self._link = layer, host, link
+        self._parts = [
+            Part(
+                layout.offsets[name] - layout.first_bytes,
+                stored.nbytes // slots,
+                memory[own.offsets[name] :][: stored.nbytes],
+            )
+            for name, stored in own.formats.items()
+        ]
+        self._slot_of = [-1] * sizes.count
+        self._expert_in = [-1] * slots
+        # When each expert was used last: a pass is one tick, a prefill as many as there are slots.
+        self._used = [0] * sizes.count
+        self._clock = 0
+        # Copies to slots that no pass has waited for.
+        self._coming: dict[int, Event] = {}
+
+    def divide(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots of a pass's experts, and those experts that are in none: -1 for each
+        that the other one has. What the device computes next may read the slots.
+
+        chosen: experts of each row, [rows, active] int64 on the host
+        Raises LinkError.
+        """
+        self._wait()
+        slots = torch.tensor([[self._slot_of[expert] for expert in row] for row in chosen.tolist()])
+        return slots, chosen.where(slots < 0, -1)
+
+    def used(self, chosen: torch.Tensor) -> None:
+        """Note what a pass used, once the device was told to compute it. Start copies of experts
+        that were missing, most frequent first.
+
+        chosen: as for `divide`
+        """
+        self._clock += 1
+        rows: dict[int, int] = {}
+        for expert in chosen.flatten().tolist():
+            rows[expert] = rows.get(expert, 0) + 1
+            self._used[expert] = self._clock
+        missing = [expert for expert in rows if self._slot_of[expert] < 0]
+        self.misses += len(missing)
+        self.hits += len(rows) - len(missing)
+        missing.sort(key=rows.__getitem__, reverse=True)
+        for expert in missing[:MOST_INSERTED]:
+            if (slot := self._free_slot(keep=rows)) is None:
+                return
+            # Nothing finds the slot until the copy is under way.
+            after = (self._link.record(),)
+            for part in self._parts:
+                source = part.of_expert(self._host, expert)
+                what = ("expert", self._layer, expert)
+                self._coming[slot] = self._link.to_device(part.of_slot(slot), source, after, what)
+                self.inserted_bytes += part.nbytes
+            self._put(expert, slot)
+
+    def fill(self, experts: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Fill the pool with the experts that rows of a prefill used last.
+
+        experts: bytes of all experts on the device
+        chosen: experts of each row, [rows, active] int64 on the host
+        Raises LinkError.
+        """
+        self._wait()
+        self._clock += self.slots
+        wanted: dict[int, int] = {}
+        for expert in chain.from_iterable(reversed(chosen.tolist())):
+            if expert not in wanted:
+                wanted[expert] = self._used[expert] = self._clock - len(wanted)
+            if len(wanted) == self.slots:
+                break
+        for expert in wanted:
+            if self._slot_of[expert] >= 0 or (slot := self._free_slot(keep=wanted)) is None:
+                continue
+            for part in self._parts:
+                part.of_slot(slot).copy_(part.of_expert(experts, expert))
+            self._put(expert, slot)
+
+    def _wait(self) -> None:
+        """Make later compute start after the copies to slots. Raises LinkError."""
+        while self._coming:
+            slot, event = self._coming.popitem()
+            try:
+                self._link.wait(event)
+            except LinkError:
+                self._empty(slot)
+                raise
+
+    def _free_slot(self, keep: Mapping[int, int]) -> int | None:
+        """Return a slot that is empty now, of the expert used longest ago; None if all are kept."""
+        slot = min(range(self.slots), key=self._last_use)
+        if (expert := self._expert_in[slot]) in keep:
+            return None
+        if expert >= 0:
+            self._empty(slot)
+        return slot
+
+    def _last_use(self, slot: int) -> int:
+        expert = self._expert_in[slot]
+        return -1 if expert < 0 else self._used[expert]
+
+    def _empty(self, slot: int) -> None:
+        self._slot_of[self._expert_in[slot]] = -1
+        self._expert_in[slot] = -1
+
+    def _put(self, expert: int, slot: int) -> None:
+        self._expert_in[slot] = expert
+        self._slot_of[expert] = slot
+
+
+class ExpertPools(dict[int, ExpertPool]):
+    """The pools of all layers that have one, by layer."""
+
+    def __init__(
+        self,
+        layouts: Sequence[FlatLayout],
+        plans: Sequence[LayerPlan],
+        hosts: Iterable[torch.Tensor | None],
+        memory: DeviceMemory,
+        link: Link,
+    ) -> None:
+        """layouts, plans, hosts: of each layer: its layout, its plan, and the bytes of it that are
+        not on the device, if host memory has them
+
+        Raises DoesNotFitError.
+        """
+        self._memory = memory
+        sizes = [plan.pool_bytes for plan in plans]
+        self._allocation: Allocation | None = None
+        if any(sizes):
+            self._allocation = memory.allocate(sum(sizes), "experts")
+            parts = zip(layouts, plans, self._allocation.bytes.split(sizes), hosts, strict=True)
+            for layer, (layout, plan, own, host) in enumerate(parts):
+                if plan.pool_bytes:
+                    self[layer] = ExpertPool(layer, layout, plan, own, host, link)
+
+    def close(self) -> None:
+        self.clear()
+        if self._allocation is not None:
+            self._memory.free(self._allocation)
+            self._allocation = None
