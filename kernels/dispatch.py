@@ -26,6 +26,7 @@ REFERENCE, TRITON, HOST = BACKENDS = ("reference", "triton", "host")
 # Products with experts in any format have one reference.
 _EXPERTS = "experts.grouped.reference_product"
 _ON_HOST = "host.experts.product"
+_GATED = "experts.grouped.by_tiles"
 _DENSE = "weights.linear.reference_dense"
 _CLAMPED = "layer.reference_clamped_swiglu"
 _CHUNKS, _FOLD = "recurrent.delta.reference_chunks", "recurrent.delta.reference_fold"
@@ -150,6 +151,7 @@ _PATHS: dict[str, tuple[str, ...]] = {
         "experts.routing_triton.weighted_sums",
         "host.experts.weighted_sums",
     ),
+    "gated_experts": (_GATED, _GATED, "host.experts.gated"),
     "dense_experts": (_EXPERTS, "experts.grouped_triton.dense", _ON_HOST),
     "block_experts": (_EXPERTS, "weights.blocks_triton.grouped", _ON_HOST),
     "split_experts": (_EXPERTS, "weights.split_bf16_triton.grouped", _ON_HOST),

@@ -72,11 +72,12 @@ def gated_experts(
     )
     if x.dtype != torch.float64 and has_kernels(experts):
         if rows <= FEW_ROWS:
-            return _by_tiles(x, experts, chosen, weights, gated)
+            gated_few = implementation("gated_experts", x.device)
+            return gated_few(x, experts, chosen, weights, gated)
         if same_bits.wanted() and backend(x.device) == TRITON:
             # Products with one expert after another have other tiles.
             parts = zip(*(each.split(FEW_ROWS) for each in (x, chosen, weights)), strict=True)
-            return torch.cat([_by_tiles(x, experts, *choice, gated) for x, *choice in parts])
+            return torch.cat([by_tiles(x, experts, *choice, gated) for x, *choice in parts])
     return _one_by_one(x, experts, chosen, weights, gated, come)
 
 
@@ -209,9 +210,10 @@ def _kernel(weight: Weight) -> str | None:
     return "dense_experts" if isinstance(weight, torch.Tensor) else weight.experts_kernel
 
 
-def _by_tiles(
+def by_tiles(
     x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor, gated: Gated
 ) -> torch.Tensor:
+    """`gated_experts`, by kernels that multiply by all chosen experts at once."""
     count, gate_up, down, biases = experts
     order, own, which, places = in_tiles(chosen, count)
     inner = product(x, gate_up, Tiles(EXPERT_TILE, experts.rows, order, which))

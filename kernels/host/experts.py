@@ -6,15 +6,24 @@ import ctypes
 
 import torch
 
-from triforce_kernels.experts.grouped import reference_product
+from triforce_kernels.experts import grouped
 from triforce_kernels.experts.routing import Choice
 from triforce_kernels.host import structures
+from triforce_kernels.host.layer import Operation
 from triforce_kernels.host.library import library
-from triforce_kernels.host.structures import Experts, Product
+from triforce_kernels.host.structures import FORMATS, ExpertMLP, Experts, Gate, Product
 from triforce_kernels.host.weights import computes, rounding_format, weight_struct
+from triforce_kernels.layer import clamped_swiglu, geglu, swiglu
 from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.linear import Weight
 from triforce_kernels.weights.tiles import Tiles
+
+_OPERATIONS = {
+    swiglu: Operation.SILU,
+    geglu: Operation.GELU,
+    clamped_swiglu: Operation.CLAMPED,
+}
+_NO_EXPERT = "an expert is chosen that is none of {}"
 
 
 def choose(
@@ -64,14 +73,64 @@ def in_tiles(
         (ctypes.c_int64 * count)(),
     )
     if not fits:
-        raise IndexError(f"an expert is chosen that is none of {count}")
+        raise IndexError(_NO_EXPERT.format(count))
     return order, own, which, places
+
+
+def gated(
+    x: torch.Tensor,
+    experts: grouped.Experts,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    activation: grouped.Gated,
+) -> torch.Tensor:
+    """`grouped.gated_experts`, of float32 rows in one call."""
+    operation = _OPERATIONS.get(activation)
+    if x.dtype != torch.float32 or operation is None:
+        return grouped.by_tiles(x, experts, chosen, weights, activation)
+    count, gate_up, down, biases = experts
+    (rows, active), pairs = chosen.shape, chosen.numel()
+    x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()
+    first, second = biases or (None, None)
+    width, hidden = down.shape[1], x.shape[1]
+    out = torch.empty_like(x)
+    room = torch.empty(pairs * (2 * hidden + experts.rows + width), device="cpu")
+    matrices = weight_struct(gate_up), weight_struct(down)
+    call = ExpertMLP(
+        _each(matrices[0], gate_up, experts.rows, first),
+        _each(matrices[1], down, hidden, second),
+        Gate(format=FORMATS["F32"], operation=operation, width=width),
+        x.data_ptr(),
+        out.data_ptr(),
+        chosen.data_ptr(),
+        weights.data_ptr(),
+        rows,
+        active,
+        count,
+        room.data_ptr(),
+        ctypes.addressof(numbers := (ctypes.c_int64 * (4 * pairs + count))()),
+    )
+    fits = library().triforce_expert_mlp(ctypes.byref(call), torch.get_num_threads())
+    del numbers
+    if not fits:
+        raise IndexError(_NO_EXPERT.format(count))
+    return out
+
+
+def _each(
+    struct: structures.Weight, weight: Weight, outputs: int, bias: torch.Tensor | None
+) -> Product:
+    """Return a product with one expert's matrix. struct: of `weight`, which outlives the product"""
+    rounded = rounding_format(weight, torch.float32)
+    added = None if bias is None else bias.data_ptr()
+    address = ctypes.addressof(struct)
+    return Product(address, bias=added, outputs=outputs, rounded=rounded, factor=1.0)
 
 
 def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
     """`grouped.product`."""
     if not computes(x.dtype):
-        return reference_product(x, weight, tiles)
+        return grouped.reference_product(x, weight, tiles)
     there = (tiles.order >= 0).view(-1, tiles.rows)
     rows = x[tiles.order[there.flatten()]].float()
     counts = there.sum(1)

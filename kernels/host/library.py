@@ -19,7 +19,7 @@ from triforce_kernels.host.structures import STRUCTURES
 # may be forced, so that tests compare them.
 VARIABLE = "TRIFORCE_VECTORS"
 # As in `source/host.h`. A library of another version is not used.
-_VERSION = 2
+_VERSION = 3
 
 _Long, _Address = ctypes.c_int64, ctypes.c_void_p
 
@@ -48,6 +48,7 @@ def library() -> ctypes.CDLL | None:
         found.triforce_attend.argtypes = (_Address, _Address, _Address, ctypes.c_int)
         found.triforce_attend_whole.argtypes = (_Address, _Address, _Address, ctypes.c_int)
         found.triforce_experts.argtypes = (_Address, ctypes.c_int)
+        found.triforce_expert_mlp.argtypes = (_Address, ctypes.c_int)
         found.triforce_tiles.argtypes = (_Address, *[_Long] * 5, *[_Address] * 5)
         found.triforce_weighted_sums.argtypes = (*[_Address] * 3, *[_Long] * 3, _Address)
         found.triforce_choose.argtypes = [_Address] * 6

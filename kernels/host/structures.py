@@ -34,6 +34,15 @@ class Product(ctypes.Structure):
     )
 
 
+class Gate(ctypes.Structure):
+    """`Gate` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("x", "out")),
+        *((name, _Long) for name in ("format", "operation", "rows", "width", "x_row")),
+    )
+
+
 class Experts(ctypes.Structure):
     """`Experts` of `source/experts.c`."""
 
@@ -41,6 +50,19 @@ class Experts(ctypes.Structure):
         ("product", Product),
         *((name, _Address) for name in ("experts", "counts")),
         *((name, _Long) for name in ("tiles", "size")),
+    )
+
+
+class ExpertMLP(ctypes.Structure):
+    """`ExpertMLP` of `source/experts.c`."""
+
+    _fields_ = (
+        ("gate_up", Product),
+        ("down", Product),
+        ("gate", Gate),
+        *((name, _Address) for name in ("x", "out", "chosen", "weights")),
+        *((name, _Long) for name in ("rows", "active", "count")),
+        *((name, _Address) for name in ("room", "numbers")),
     )
 
 
@@ -91,15 +113,6 @@ class Norm(ctypes.Structure):
     )
 
 
-class Gate(ctypes.Structure):
-    """`Gate` of `source/host.h`."""
-
-    _fields_ = (
-        *((name, _Address) for name in ("x", "out")),
-        *((name, _Long) for name in ("format", "operation", "rows", "width", "x_row")),
-    )
-
-
 class Call(ctypes.Structure):
     """`Call` of `source/layer.c`."""
 
@@ -131,7 +144,20 @@ class Rule(ctypes.Structure):
 
 
 STRUCTURES = (
-    *(Weight, Product, Experts, Choice, Attention, KVBlock, Norm, Gate, Call, Rope, Rule),
+    *(
+        Weight,
+        Product,
+        Experts,
+        ExpertMLP,
+        Choice,
+        Attention,
+        KVBlock,
+        Norm,
+        Gate,
+        Call,
+        Rope,
+        Rule,
+    ),
 )
 
 FORMATS = {

@@ -255,6 +255,7 @@ class MemoryPlan:
             "split_layers": sum(layer.where is Where.SPLIT for layer in self.layers),
             "processor_layers": sum(layer.where is Where.PROCESSOR for layer in self.layers),
             "expert_layers": sum(layer.expert_bytes > 0 for layer in self.layers),
+            "expert_slots": max(layer.expert_slots for layer in self.layers),
         }
 
     @property
@@ -272,7 +273,8 @@ class MemoryPlan:
         copies = sum(layer.copy_bytes for layer in self.layers)
         passes = needs.sequences * needs.pass_workspace_bytes
         return {
-            "weights": sum(each.device_bytes + each.pool_bytes for each in self.layers) + ends,
+            "weights": sum(layer.device_bytes for layer in self.layers) + ends,
+            "expert_pools": sum(layer.pool_bytes for layer in self.layers),
             "kv": kv.device_bytes + needs.tail_bytes,
             "windows": needs.window_bytes,
             "states": needs.state_bytes,

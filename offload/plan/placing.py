@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.plan.memory_plan import MemoryPlan, Where
@@ -172,7 +173,8 @@ def place_on_processor(plan: MemoryPlan, count: int) -> MemoryPlan:
     """
     whole = for_processor(plan)
     chosen = spread(count, len(whole)) if count else ()
-    return plan.placed(processor_layers=tuple(whole[i] for i in chosen))
+    layers = tuple(whole[i] for i in chosen)
+    return plan.placed(processor_layers=layers, expert_slots=0)
 
 
 def with_kv_instead(plan: MemoryPlan, more: int) -> MemoryPlan:
@@ -199,6 +201,30 @@ def with_kv_instead(plan: MemoryPlan, more: int) -> MemoryPlan:
     resident = min(needs.kv_blocks, plan.kv.resident + blocks)
     reclaimed = min(placement.reclaimed_kv_blocks, needs.kv_blocks - resident)
     return changed.placed(resident_kv_blocks=resident, reclaimed_kv_blocks=reclaimed)
+
+
+def with_expert_pools(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
+    """Return the plan in which the processor computes experts of every layer, and each layer has a
+    pool on the device of those that were used last, of equally many experts. Return the plan itself
+    if no experts are away, if a pool has no room, or if experts are not stored one by one.
+
+    limit_bytes: bytes of the device
+    """
+    needs = plan.requirements
+    layers = tuple(i for i, nbytes in enumerate(needs.expert_bytes) if nbytes)
+    sizes = [needs.experts[layer] for layer in layers]
+    if not (plan.placement.expert_layers and all(sizes)) or plan.placement.file_layers:
+        return plan
+    placed = plan.placed(streamed_layers=layers, expert_layers=layers, processor_layers=layers)
+    spare = limit_bytes - placed.device_bytes
+
+    def fits(slots: int) -> bool:
+        return sum(each.pool_bytes(slots) for each in sizes) <= spare
+
+    slots = bisect_left(
+        range(1, min(each.count for each in sizes)), True, key=lambda n: not fits(n)
+    )
+    return placed.placed(expert_slots=slots) if slots else plan
 
 
 def layers_for_kv(plan: MemoryPlan) -> set[int]:

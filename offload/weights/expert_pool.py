@@ -18,10 +18,8 @@ from triforce_offload.errors import LinkError
 from triforce_offload.link.link import Event, Link
 from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.plan.memory_plan import LayerPlan
+from triforce_offload.weights.experts import MOST_INSERTED
 from triforce_offload.weights.layouts import FlatLayout
-
-# Experts of a layer that cross the link after a pass at most: more would keep the next one waiting.
-MOST_INSERTED = 2
 
 
 class Part(NamedTuple):
@@ -45,13 +43,26 @@ class Part(NamedTuple):
         return self.slots[slot * self.nbytes : (slot + 1) * self.nbytes]
 
 
+class PoolCounters(NamedTuple):
+    """What passes found in pools. An expert that several rows of a pass chose counts once.
+
+    hits, misses: number of experts that were in a pool, and of those that were not
+    inserted_bytes: bytes that crossed the link to pools
+    """
+
+    hits: int = 0
+    misses: int = 0
+    inserted_bytes: int = 0
+
+    def __sub__(self, other: PoolCounters) -> PoolCounters:
+        return PoolCounters(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+
+
 class ExpertPool:
     """The experts of one layer that are on the device as well as in host memory.
 
     views: their tensors, slot after slot as all experts' tensors are expert after expert
-    hits, misses: how many experts passes found in the pool, and how many they did not. An expert
-        that several rows of a pass chose counts once
-    inserted_bytes: bytes that crossed the link to the pool
+    hits, misses, inserted_bytes: as in PoolCounters
     """
 
     def __init__(
@@ -87,7 +98,7 @@ class ExpertPool:
         self._used = [0] * sizes.count
         self._clock = 0
         # Copies to slots that no pass has waited for.
-        self._coming: dict[int, Event] = {}
+        self._coming: list[tuple[int, Event]] = []
 
     def divide(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots of a pass's experts, and those experts that are in none: -1 for each
@@ -123,7 +134,8 @@ class ExpertPool:
             for part in self._parts:
                 source = part.of_expert(self._host, expert)
                 what = ("expert", self._layer, expert)
-                self._coming[slot] = self._link.to_device(part.of_slot(slot), source, after, what)
+                event = self._link.to_device(part.of_slot(slot), source, after, what)
+                self._coming.append((slot, event))
                 self.inserted_bytes += part.nbytes
             self._put(expert, slot)
 
@@ -152,7 +164,7 @@ class ExpertPool:
     def _wait(self) -> None:
         """Make later compute start after the copies to slots. Raises LinkError."""
         while self._coming:
-            slot, event = self._coming.popitem()
+            slot, event = self._coming.pop()
             try:
                 self._link.wait(event)
             except LinkError:
@@ -162,10 +174,9 @@ class ExpertPool:
     def _free_slot(self, keep: Mapping[int, int]) -> int | None:
         """Return a slot that is empty now, of the expert used longest ago; None if all are kept."""
         slot = min(range(self.slots), key=self._last_use)
-        if (expert := self._expert_in[slot]) in keep:
+        if self._expert_in[slot] in keep:
             return None
-        if expert >= 0:
-            self._empty(slot)
+        self._empty(slot)
         return slot
 
     def _last_use(self, slot: int) -> int:
@@ -173,8 +184,8 @@ class ExpertPool:
         return -1 if expert < 0 else self._used[expert]
 
     def _empty(self, slot: int) -> None:
-        self._slot_of[self._expert_in[slot]] = -1
-        self._expert_in[slot] = -1
+        if (expert := self._expert_in[slot]) >= 0:
+            self._slot_of[expert] = self._expert_in[slot] = -1
 
     def _put(self, expert: int, slot: int) -> None:
         self._expert_in[slot] = expert
@@ -206,6 +217,11 @@ class ExpertPools(dict[int, ExpertPool]):
             for layer, (layout, plan, own, host) in enumerate(parts):
                 if plan.pool_bytes:
                     self[layer] = ExpertPool(layer, layout, plan, own, host, link)
+
+    def counters(self) -> PoolCounters:
+        """Return the sums over all layers, of all passes so far."""
+        counted = ((each.hits, each.misses, each.inserted_bytes) for each in self.values())
+        return PoolCounters(*map(sum, zip(*counted, strict=True)))
 
     def close(self) -> None:
         self.clear()

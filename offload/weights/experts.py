@@ -7,6 +7,10 @@ from functools import cached_property
 
 from triforce_offload.weights.formats import aligned
 
+# Experts of a layer that cross the link to its pool after a pass at most: more would keep the next
+# pass waiting.
+MOST_INSERTED = 2
+
 
 @dataclass(frozen=True)
 class ExpertSizes:

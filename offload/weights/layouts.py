@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from triforce_offload.weights.experts import ExpertSizes
 from triforce_offload.weights.formats import Format, Matrix, aligned
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from triforce_kernels.weights.linear import Weight
-    from triforce_offload.weights.expert_pool import ExpertPool
 
 
 class Views(dict[str, "Weight"]):
@@ -27,8 +26,22 @@ class Views(dict[str, "Weight"]):
     """
 
     prepared: Any = None
-    pool: ExpertPool | None = None
+    pool: Pool | None = None
     fill: Callable[[torch.Tensor], None] | None = None
+
+
+class Pool(Protocol):
+    """Experts of a layer that are on the device as well (`expert_pool`).
+
+    views: their tensors. slots: their number
+    """
+
+    views: Views
+    slots: int
+
+    def divide(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def used(self, chosen: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from tiny_families import WITH_EXPERTS
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import DoesNotFitError, LinkError, UsageError
-from triforce_offload.weights.expert_pool import MOST_INSERTED, ExpertPool
+from triforce_offload.weights.expert_pool import ExpertPool
+from triforce_offload.weights.experts import MOST_INSERTED
 
 PROMPT, GREEDY = random_ids(60), SamplingParams(20, temperature=0)
 ALL = replace(PLACEMENTS["weights"], expert_layers=(0, 1, 2), processor_layers=(0, 1, 2))
@@ -143,7 +144,7 @@ def test_a_copy_that_fails_leaves_its_slot_empty(pool: ExpertPool, monkeypatch) 
 
     with monkeypatch.context() as patched:
         patched.setattr(pool._link, "wait", fails)
-        for _ in range(2):
+        for _ in range(len(pool._coming)):
             with pytest.raises(LinkError):
                 pool.divide(chosen(4, 5))
     slots, others = pool.divide(chosen(4, 5))

@@ -80,22 +80,28 @@ def test_greedy_equals_the_cpu_wherever_weights_and_kv_live(
 
 
 @pytest.mark.first
-@pytest.mark.parametrize("processor", [(0, 1, 2), (), (1,)])
+@pytest.mark.parametrize(
+    ("processor", "slots"), [((0, 1, 2), 2), ((0, 1, 2), 0), ((), 0), ((1,), 1)]
+)
 @pytest.mark.parametrize("family", ["gpt-oss-moe", "qwen2_moe", "gemma4-moe", "laguna-moe"])
 def test_experts_are_away_from_the_rest_of_their_layers(
-    tiny, family: str, processor: tuple[int, ...]
+    tiny, family: str, processor: tuple[int, ...], slots: int
 ) -> None:
-    """In host memory: they cross the link, or the processor computes them there."""
+    """In host memory: they cross the link, the processor computes them, or a pool has them."""
     path, _ = tiny(family)
     options = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "draft": "ngram"}
     with Engine.from_pretrained(path, device="cpu", **options) as engine:
         expected = engine.generate(random_ids(75), GREEDY).token_ids
     placement = replace(PLACEMENTS["weights"], expert_layers=(0, 1, 2), processor_layers=processor)
+    placement = replace(placement, expert_slots=slots)
     with Engine.from_pretrained(path, device="cuda:0", placement=placement, **options) as engine:
         result, plan = engine.generate(random_ids(75), GREEDY), engine.memory_plan
     assert result.token_ids == expected
-    crossing = sum(layer.link_bytes for layer in plan.layers)
-    assert result.stats["link"]["bytes_to_device"] == crossing * result.stats["passes"]
+    crossing = result.stats["passes"] * sum(layer.link_bytes for layer in plan.layers)
+    if pools := result.stats["experts"]:
+        assert pools["found"] > 0
+        crossing += pools["bytes_to_device"]
+    assert result.stats["link"]["bytes_to_device"] == crossing
 
 
 @pytest.mark.one_in(99)

@@ -18,14 +18,15 @@ from triforce_core.model.feed_forward import (
 )
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.norms import Norm
+from triforce_kernels.dispatch import HOST, backend
 from triforce_kernels.elementwise import sigmoid
 from triforce_kernels.experts import grouped
 from triforce_kernels.experts.routing import Choice, choose
 from triforce_kernels.layer import clamped_swiglu, geglu, rms_norm, swiglu
+from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
-from triforce_offload.weights.expert_pool import ExpertPool
-from triforce_offload.weights.layouts import Views
+from triforce_offload.weights.layouts import Pool, Views
 
 
 def _squared_relu(up: torch.Tensor) -> torch.Tensor:
@@ -102,13 +103,16 @@ class ExpertsMLP:
             return self._by_both(w, w.pool, x, chosen, weights)
         # The processor may have them, and none of the rest of the layer.
         there, here = w["experts_down"].device, x.device
-        x, chosen, weights = (moved(each, there) for each in (x, chosen, weights))
-        return moved(self._outputs(w, self._spec.count, x, chosen, weights), here)
+        if there == here:
+            return self._outputs(w, self._spec.count, x, chosen, weights)
+        rows, chosen, weights = (moved(each, there) for each in (x, chosen, weights))
+        out = self._outputs(w, self._spec.count, _as_processors(rows), chosen, weights)
+        return moved(out.to(x.dtype), here)
 
     def _by_both(
         self,
         w: Views,
-        pool: ExpertPool,
+        pool: Pool,
         x: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
@@ -125,9 +129,9 @@ class ExpertsMLP:
             out = self._outputs(pool.views, pool.slots, x, slots.to(here), weights)
         if theirs:
             rows, their_weights = theirs
-            computed = self._outputs(w, self._spec.count, rows, others, their_weights)
-            computed = moved(computed, here)
-            out = computed if out is None else out.add_(computed)
+            rows = _as_processors(rows)
+            computed = moved(self._outputs(w, self._spec.count, rows, others, their_weights), here)
+            out = computed.to(x.dtype) if out is None else out.add_(computed)
         pool.used(chosen)
         return out
 
@@ -144,6 +148,12 @@ class ExpertsMLP:
 
     def _shared(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
         return linear(self._gated(linear(normed, w["gate_up"])), w["down"])
+
+
+def _as_processors(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows on the host as its kernels for experts take them."""
+    few = rows.shape[0] <= FEW_ROWS and rows.dtype.itemsize < 4
+    return rows.float() if few and backend(rows.device) == HOST else rows
 
 
 class ExpertsBesideMLP(ExpertsMLP):

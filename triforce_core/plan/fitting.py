@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from triforce_core.model.tensors import Layouts
+from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import DENSE, INT4, SPLIT, STORED
 from triforce_kernels.weights.block_types import WITH_LARGE_TABLES
@@ -18,6 +19,7 @@ from triforce_offload.plan.placing import (
     least_to_draft,
     place,
     place_on_processor,
+    with_expert_pools,
     with_kv_instead,
 )
 from triforce_offload.plan.requirements import Requirements
@@ -92,11 +94,13 @@ class ProcessorShares(NamedTuple):
     KV blocks that would cross the link.
 
     streamed: number of layers that stream at least, so that KV has more room on the device
+    pools: whether each layer has a pool of experts on the device
     """
 
     layers: float
     kv: float
     streamed: int = 0
+    pools: bool = False
 
     @classmethod
     def asked(cls, share: float, layouts: Layouts) -> ProcessorShares:
@@ -115,16 +119,20 @@ class ProcessorShares(NamedTuple):
         """Return the shares of a plan."""
         placement, may = memory.placement, len(for_processor(memory))
         layers, streamed = len(placement.processor_layers), len(placement.streamed_layers)
-        return cls(layers / may if may else 0.0, placement.processor_kv, streamed if layers else 0)
+        share, pools = layers / may if may else 0.0, placement.expert_slots > 0
+        return cls(share, placement.processor_kv, streamed if layers and not pools else 0, pools)
 
     def with_streamed_layers(self, memory: MemoryPlan) -> MemoryPlan:
         """Return the plan with at least `streamed` streamed layers."""
         return with_kv_instead(memory, max(0, self.streamed - len(memory.streamed_layers)))
 
-    def placed_on_processor(self, memory: MemoryPlan) -> MemoryPlan:
-        """Return the plan with these shares."""
-        count = round(self.layers * len(for_processor(memory)))
+    def placed_on_processor(self, memory: MemoryPlan, room: Room) -> MemoryPlan:
+        """Return the plan with these shares. Raises DoesNotFitError."""
         kv = self.kv if memory.kv.away else 0.0
+        if self.pools:
+            pooled = with_expert_pools(memory, room.device_bytes)
+            return room.with_files(pooled.placed(processor_kv=kv))
+        count = round(self.layers * len(for_processor(memory)))
         return place_on_processor(memory, count).placed(processor_kv=kv)
 
 

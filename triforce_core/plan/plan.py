@@ -168,6 +168,8 @@ class Plan:
             if kv_blocks
             else "all KV resident",
         ]
+        if placement.expert_slots:
+            parts[0] += f", {placement.expert_slots} experts of each also on the device"
         if placement.processor_kv and resident < kv_blocks:
             parts[-1] += f" and {placement.processor_kv:.0%} of the others left to the CPU"
         if split := [n for n in ("weights", "kv") if getattr(self, n) == SPLIT]:

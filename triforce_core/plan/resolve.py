@@ -119,7 +119,7 @@ def placed(
         memory = shares.with_streamed_layers(memory)
     memory = room.with_files(memory)
     if shares is not None:
-        memory = shares.placed_on_processor(memory)
+        memory = shares.placed_on_processor(memory, room)
     return replace(fitted, memory=memory)
 
 

@@ -92,7 +92,7 @@ class Request:
         self._context = context
         self._interrupted = interrupted
         self._name = name
-        self._clock = Clock(models.runtime.link, load_seconds)
+        self._clock = Clock(models.runtime, load_seconds)
         self._stops = frozenset(models.target.config.eos_token_ids + params.stop_token_ids)
         self._rule = make_rule(models.method.accept, self.seed, models.target.device)
         self._drafting = drafting

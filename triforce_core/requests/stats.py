@@ -19,26 +19,35 @@ from triforce_offload.link.link import Link, LinkCounters
 from triforce_offload.plan.memory_plan import LayerPlan, MemoryPlan
 from triforce_offload.plan.placement import left_to_processor
 from triforce_offload.runtime import Runtime
+from triforce_offload.weights.expert_pool import PoolCounters
 
 # Least number of examined draft tokens for which a share is meaningful. Of fewer, give the count.
 LEAST_EXAMINED = 20
 
 
 class Clock:
-    """Time and link traffic of a request's phases. The first phase, prefill, starts when the clock
-    is created, and ends with the first new token.
+    """Time and link traffic of a request's phases, and what its passes found in pools of experts.
+    The first phase, prefill, starts when the clock is created, and ends with the first new token.
     """
 
-    def __init__(self, link: Link, load: float) -> None:
+    def __init__(self, runtime: Runtime, load: float) -> None:
         """load: seconds that loading the model took"""
+        link = runtime.link
         self.load = load
         self.prefill = self.decode = 0.0
         self.prefill_link = self.decode_link = LinkCounters()
         self._link = link
+        self._pools = runtime.expert_pools
+        self._pooled = self._pools.counters()
         self._began, self._before = time.perf_counter(), link.counters()
 
     def end_prefill(self) -> None:
         self.prefill, self.prefill_link = self._phase()
+
+    @property
+    def pools(self) -> PoolCounters:
+        """What passes found in pools so far."""
+        return self._pools.counters() - self._pooled
 
     def end_decode(self) -> None:
         self.decode, self.decode_link = self._phase()
@@ -106,7 +115,15 @@ def request_stats(
             "host_pageable_bytes": runtime.host.pageable_bytes,
         },
         "placement": _placement_stats(runtime.plan, kv),
+        "experts": _pool_stats(runtime.plan.placement.expert_slots, clock.pools),
     }
+
+
+def _pool_stats(slots: int, counted: PoolCounters) -> dict[str, Any] | None:
+    if not slots:
+        return None
+    found, missing, nbytes = counted
+    return {"slots": slots, "found": found, "missing": missing, "bytes_to_device": nbytes}
 
 
 def _link_stats(link: Link, counted: PassCounters, clock: Clock) -> dict[str, Any]:

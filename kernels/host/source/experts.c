@@ -2,13 +2,15 @@
    expert's rows of a weight (`triforce_kernels.experts`). */
 #include <math.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "host.h"
 #include "threads.h"
 
-/* A product of tiles of `size` rows. Tile t is of expert experts[t], or of none if that is negative,
-   and has counts[t] rows, which follow one another in `product.x`; their results are the first rows
-   of the tile in `product.out`. */
+/* A product of tiles of rows. Tile t is of expert experts[t], or of none if that is negative, and has
+   counts[t] rows, which follow one another in `product.x`; their results are the first of the tile's
+   `size` rows in `product.out`, or follow one another there as well if `size` is 0. `product.bias`
+   has the biases of all experts, [experts, outputs]. */
 typedef struct {
     Product product;
     const int64_t *experts, *counts;
@@ -48,15 +50,21 @@ static void experts_part(const void *job, int64_t first, int64_t end) {
         Product product = e->product;
         product.weight = &weight;
         product.x += before * product.x_stride;
-        product.out += tile * e->size * product.out_stride;
+        product.out += (e->size ? tile * e->size : before) * product.out_stride;
+        if (product.bias) product.bias += e->experts[tile] * outputs;
         product.rows = e->counts[tile];
         kernels->product(&product, from, to);
     }
 }
 
+static Task experts_task(const Experts *e, int threads) {
+    return (Task){experts_part, e, e->tiles * e->product.outputs,
+                  outputs_at_once(&e->product, threads)};
+}
+
 EXPORT void triforce_experts(const Experts *e, int threads) {
-    divide(experts_part, e, e->tiles * e->product.outputs, outputs_at_once(&e->product, threads),
-           threads);
+    Task task = experts_task(e, threads);
+    divide_all(&task, 1, threads);
 }
 
 /* For a check against `library.py`. */
@@ -168,3 +176,115 @@ EXPORT void triforce_weighted_sums(const float *outputs, const int64_t *places,
             for (int64_t i = 0; i < columns; i++) out[i] += from[i] * weight;
         }
 }
+
+/* The MLPs of the experts that rows chose, and their weighted sums.
+
+   gate_up, down: a product with one expert's matrix: its weight has those of all experts, its biases
+       are [count, outputs]
+   gate: the activation between them
+   x [rows, columns of gate_up], out [rows, outputs of down]
+   chosen, weights: [rows, active]; a negative number is no expert
+   room: for `rows * active` rows of what each step computes
+   numbers: room for 4 * rows * active + count of them */
+typedef struct {
+    Product gate_up, down;
+    Gate gate;
+    const float *x;
+    float *out;
+    const int64_t *chosen;
+    const float *weights;
+    int64_t rows, active, count;
+    float *room;
+    int64_t *numbers;
+} ExpertMLP;
+
+/* Rows in the order of their experts: place i has row order[i] of `from`. */
+typedef struct {
+    const float *from;
+    float *to;
+    const int64_t *order;
+    int64_t columns;
+} Ordered;
+
+static void ordered_part(const void *job, int64_t first, int64_t end) {
+    const Ordered *o = job;
+    for (int64_t place = first; place < end; place++)
+        memcpy(o->to + place * o->columns, o->from + o->order[place] * o->columns,
+               o->columns * sizeof *o->to);
+}
+
+typedef struct {
+    const ExpertMLP *mlp;
+    const float *outputs;
+    const int64_t *places;
+} Summed;
+
+static void summed_part(const void *job, int64_t first, int64_t end) {
+    const Summed *s = job;
+    int64_t active = s->mlp->active, columns = s->mlp->down.outputs;
+    float *out = s->mlp->out + first * columns;
+    memset(out, 0, (end - first) * columns * sizeof *out);
+    triforce_weighted_sums(s->outputs, s->places + first * active, s->mlp->weights + first * active,
+                           end - first, active, columns, out);
+}
+
+/* Divides what rows chose into tiles of at most MOST_ROWS rows of one expert: its expert, its number
+   of rows, and the row in each place. Returns the number of tiles, or -1 for an expert that is not
+   there. sizes: room for `count` numbers */
+static int64_t divided(const ExpertMLP *m, int64_t *experts, int64_t *counts, int64_t *order,
+                       int64_t *places, int64_t *sizes) {
+    int64_t pairs = m->rows * m->active, tiles = 0, place = 0;
+    for (int64_t e = 0; e < m->count; e++) sizes[e] = 0;
+    for (int64_t i = 0; i < pairs; i++) {
+        if (m->chosen[i] >= m->count) return -1;
+        if (m->chosen[i] >= 0) sizes[m->chosen[i]]++;
+    }
+    for (int64_t e = 0; e < m->count; e++) {
+        int64_t size = sizes[e];
+        /* From here on, the place of the expert's next row. */
+        sizes[e] = place;
+        place += size;
+        for (; size > 0; size -= MOST_ROWS, tiles++) {
+            experts[tiles] = e;
+            counts[tiles] = size < MOST_ROWS ? size : MOST_ROWS;
+        }
+    }
+    for (int64_t i = 0; i < pairs; i++) {
+        places[i] = m->chosen[i] < 0 ? -1 : sizes[m->chosen[i]]++;
+        if (places[i] >= 0) order[places[i]] = i / m->active;
+    }
+    return tiles;
+}
+
+/* Returns 0 for an expert that is not there. */
+EXPORT int triforce_expert_mlp(const ExpertMLP *m, int threads) {
+    int64_t pairs = m->rows * m->active, columns = m->gate_up.weight->columns, width = m->gate.width;
+    int64_t *experts = m->numbers, *counts = experts + pairs, *order = counts + pairs;
+    int64_t *places = order + pairs, *sizes = places + pairs;
+    int64_t tiles = divided(m, experts, counts, order, places, sizes), placed = 0;
+    if (tiles < 0) return 0;
+    for (int64_t t = 0; t < tiles; t++) placed += counts[t];
+    float *rows = m->room, *inner = rows + pairs * columns;
+    float *activated = inner + pairs * m->gate_up.outputs, *outer = activated + pairs * width;
+    Ordered ordered = {m->x, rows, order, columns};
+    Experts up = {m->gate_up, experts, counts, tiles, 0}, down = {m->down, experts, counts, tiles, 0};
+    up.product.x = rows, up.product.x_stride = columns;
+    up.product.out = inner, up.product.out_stride = up.product.outputs;
+    Gate gate = m->gate;
+    gate.x = (const uint8_t *)inner, gate.x_row = up.product.outputs;
+    gate.out = (uint8_t *)activated, gate.rows = placed;
+    down.product.x = activated, down.product.x_stride = width;
+    down.product.out = outer, down.product.out_stride = down.product.outputs;
+    Summed summed = {m, outer, places};
+    Task tasks[] = {
+        {ordered_part, &ordered, placed, rows_at_once(columns)},
+        experts_task(&up, threads),
+        gated_task(&gate),
+        experts_task(&down, threads),
+        {summed_part, &summed, m->rows, rows_at_once(m->active * down.product.outputs)},
+    };
+    divide_all(tasks, sizeof tasks / sizeof *tasks, threads);
+    return 1;
+}
+
+EXPORT int triforce_size_of_expertmlp(void) { return sizeof(ExpertMLP); }

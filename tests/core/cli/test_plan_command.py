@@ -74,7 +74,7 @@ def test_figures_add_up(capsys) -> None:
     assert planned["floor_seconds_per_pass"] == pytest.approx(planned["bytes_per_pass"] / rate)
     assert planned["simulated"]
     memory = planned["memory"]
-    parts = ("weights", "resident_kv", "drafting", "slots", "workspace")
+    parts = ("weights", "expert_pools", "resident_kv", "drafting", "slots", "workspace")
     assert sum(memory[f"{part}_bytes"] for part in parts) == memory["device_bytes"]
     assert memory["device_bytes"] <= memory["device_available_bytes"]
     assert planned["speed_up"] > 5

@@ -75,6 +75,7 @@ RUN: dict[str, Any] = {
         **{"mean": 17.3, "inner_mean": 2.5, "examined": 900, "inner_examined": 4, "trees": 7}
     },
     "seed": 1234567890123456789,
+    "experts": {"slots": 24, "found": 812, "missing": 188, "bytes_to_device": 1 << 30},
     "link": {
         **{"emulated": True, "floor_seconds_per_pass": 0.3, "bandwidth_gb_per_s": 25.2},
         **{"bytes_to_device": 450 << 30},

@@ -181,7 +181,9 @@ def test_a_retrieval_level_has_its_layers_on_the_device(model: str, context: int
         assert chosen.memory.can_draft or not chosen.plan.budget
         shares = ProcessorShares.of(chosen.memory)
         again = place_on_processor(shares.with_streamed_layers(chosen.memory), 0)
-        assert shares.placed_on_processor(again).placement == chosen.memory.placement
+        assert (
+            shares.placed_on_processor(again, chosen.case.room).placement == chosen.memory.placement
+        )
 
 
 def test_plain_decoding_is_planned_where_drafts_read_too_many_experts() -> None:

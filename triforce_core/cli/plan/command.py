@@ -309,7 +309,8 @@ def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
     if "resident_kv_blocks" in case.fixed:
         del fixed["reclaimed_kv_blocks"]
     if args.host_compute != AUTO:
-        del fixed["processor_layers"], fixed["processor_kv"]
+        for name in ("processor_layers", "processor_kv", "expert_slots"):
+            del fixed[name]
     return choose(replace(case, fixed=fixed | case.fixed))
 
 

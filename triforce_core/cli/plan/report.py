@@ -142,6 +142,10 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
             (f"weights of {in_files} layers", "disk, streamed", "file_weights_bytes"),
             (f"{away} of {by_processor} layers", "host, computed there", "processor_bytes"),
             (
+                f"{placement['expert_slots']} experts of each of these, used last",
+                *("device", "expert_pools_bytes"),
+            ),
+            (
                 f"KV: {kept - reclaimed} of {blocks} blocks, and the newest tokens",
                 *("device", "resident_kv_bytes"),
             ),

@@ -74,6 +74,8 @@ def print_run(stats: dict[str, Any]) -> None:
         ("drafting", _levels(stats)),
         ("seed", str(stats["seed"])),
     ]
+    if pools := stats["experts"]:
+        rows.append(("experts", _pools(pools)))
     if crossed := _link(stats):
         rows.append(("link", crossed))
     for rank, other in enumerate(stats.get("ranks", [])):
@@ -114,6 +116,13 @@ def _weights(placement: dict[str, Any]) -> str:
         text += f"; of {apart} layers all but the experts are resident"
     if in_files := placement["file_layers"]:
         text += f"; {in_files} layers are read from disk in each pass"
+    return text
+
+
+def _pools(pools: dict[str, Any]) -> str:
+    text = f"{pools['slots']} of each layer also on the device"
+    if chosen := pools["found"] + pools["missing"]:
+        text += f", which had {pools['found'] / chosen:.0%} of those that tokens chose"
     return text
 
 

@@ -28,6 +28,7 @@ from triforce_offload.plan.placement import Placement
 from triforce_offload.plan.placing import (
     layers_for_kv,
     place_on_processor,
+    with_expert_pools,
     with_kv_instead,
 )
 
@@ -143,7 +144,8 @@ def _by_processor(case: Case, fitted: Resolved, draft_tokens: int) -> list[Memor
     if "processor_layers" in case.fixed:
         return [memory]
     if case.host_compute != AUTO:
-        return [ProcessorShares.asked(case.host_compute, case.layouts).placed_on_processor(memory)]
+        shares = ProcessorShares.asked(case.host_compute, case.layouts)
+        return [shares.placed_on_processor(memory, case.room)]
     if case.hardware.emulated or case.hardware.gpus > 1:
         return [memory]
     rows = 1 + (draft_tokens or memory.requirements.max_draft_tokens)
@@ -161,11 +163,22 @@ def _by_processor(case: Case, fitted: Resolved, draft_tokens: int) -> list[Memor
             # The further layers are for the processor.
             counts -= {0}
         plans += [place_on_processor(base, count) for count in sorted(counts)]
+        if free:
+            plans += _with_pools(case, base)
     return [
         plan.placed(processor_kv=share)
         for plan in plans
         for share in sorted(replace(cost, memory=plan).fastest_kv_shares)
     ]
+
+
+def _with_pools(case: Case, memory: MemoryPlan) -> list[MemoryPlan]:
+    """Return the plan with pools of experts, if it can have them and the host has room."""
+    with suppress(DoesNotFitError):
+        pooled = with_expert_pools(memory, case.room.device_bytes)
+        if pooled is not memory:
+            return [case.room.with_files(pooled)]
+    return []
 
 
 def _with_more_kv(case: Case, memory: MemoryPlan) -> list[MemoryPlan]:

@@ -126,6 +126,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         "device_available_bytes": chosen.case.hardware.memory_bytes,
         "host_bytes": chosen.host_bytes,
         "weights_bytes": parts["weights"],
+        "expert_pools_bytes": parts["expert_pools"],
         "resident_kv_bytes": parts["kv"],
         "windows_bytes": parts["windows"],
         "states_bytes": parts["states"],

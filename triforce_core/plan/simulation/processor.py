@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from triforce_core.model.feed_forward import Experts
 from triforce_core.plan.simulation.costs import Costs
 from triforce_offload.machine.profiles import PRODUCT_ROWS
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import for_processor
+from triforce_offload.weights.experts import MOST_INSERTED
 
 # Seconds of a layer's waits for the device, what crosses for them, and its small operations: these
 # take about .4 ms in SmolLM2-135M on 2 cores of an AMD EPYC (`scripts/bench host_compute`: .028 s
 # for 30 layers of 7 MB and the output matrix).
 _LAYER_SECONDS = 500e-6
+# The same of a layer's experts alone: 70 us for their products without arithmetic, and 50 us for
+# looking up and noting what a pool has, measured on the same machine; the rest is assumed for rows,
+# choice and weights that cross, for what comes back, and for the waits.
+_EXPERTS_SECONDS = 250e-6
 # Seconds in which the queries of a layer cross, its thread wakes and its result crosses: assumed.
 _HANDING_SECONDS = 200e-6
 # Attention reaches this share of the rate of products, and a key or value takes as long to read as
@@ -23,16 +29,40 @@ _ATTENTION_SHARE = 0.75
 _KEY_ROWS = (14, 40)
 
 
+# Share of a token's experts that a pool has, by the share of a layer's experts that it holds, if
+# every missing expert takes the place of the one that was used longest ago: measured by others with
+# Qwen3-30B-A3B (8 of 128; kekzl/imp #1374, #1359) and Qwen3.8-Flash-Next (10 of 512; llama.cpp
+# #27861, kekzl/imp #2061), the lower one where they differ.
+_POOL_HITS = ((0, 0), (0.06, 0.37), (0.12, 0.62), (0.19, 0.72), (0.25, 0.79), (0.38, 0.87))
+_POOL_HITS += ((0.64, 0.95), (1, 1))
+# Where a token chooses a larger share of the experts than this, neighbouring tokens choose the same
+# ones hardly more often than by chance: 2 of 8 in Mixtral (Jiang et al., 2024, table 5).
+_FEW_CHOSEN = 1 / 8
+
+
+def pool_hits(slots: int, experts: Experts) -> float:
+    """Return which share of a token's experts a pool has that holds some of a layer's experts."""
+    share = min(1.0, slots / experts.count)
+    if experts.active > _FEW_CHOSEN * experts.count:
+        return share
+    for (low, before), (high, after) in pairwise(_POOL_HITS):
+        if share <= high:
+            return before + (after - before) * (share - low) / (high - low)
+    return 1.0
+
+
 @dataclass(frozen=True)
 class Processor:
     """The processor of a machine, which computes layers for `tokens` rows, but for their attention.
 
     experts_only: whether it computes their experts alone
+    expert_slots: number of experts in a pool on the device, which the device computes
     """
 
     costs: Costs
     tokens: int
     experts_only: bool = False
+    expert_slots: int = 0
 
     @property
     def known(self) -> bool:
@@ -63,7 +93,36 @@ class Processor:
             return layers * self.on_device
         nbytes, computing = self._of_layer
         reading = self._reading(layers * nbytes, link_bytes)
-        return max(reading, layers * computing) + layers * _LAYER_SECONDS
+        waits = _EXPERTS_SECONDS if self.experts_only else _LAYER_SECONDS
+        # The device computes the experts of its pools meanwhile.
+        return max(reading, layers * computing, layers * self._pooled) + layers * waits
+
+    @property
+    def inserted(self) -> float:
+        """Number of experts of a layer that cross the link to its pool after a pass."""
+        return min(MOST_INSERTED, self._missing) if self.expert_slots else 0.0
+
+    @property
+    def _pooled(self) -> float:
+        """Seconds in which the device computes the chosen experts that are in a layer's pool."""
+        if not self.expert_slots:
+            return 0.0
+        share = 1 - self._missing / self._experts.distinct(self.tokens)
+        return share * self.costs.experts(self.tokens)
+
+    @property
+    def _missing(self) -> float:
+        """Number of experts that the rows choose and that a pool does not have: each row's, unless
+        another row's are the same.
+        """
+        mlp = self._experts
+        missing = mlp.active * (1 - pool_hits(self.expert_slots, mlp))
+        return min(mlp.distinct(self.tokens), self.tokens * missing)
+
+    @property
+    def _experts(self) -> Experts:
+        layers = self.costs.config.layers
+        return next(spec.mlp for spec in layers if isinstance(spec.mlp, Experts))
 
     def attention_seconds(
         self, layers: int, keys: float, nbytes: float, link_bytes: float
@@ -104,10 +163,11 @@ class Processor:
             nbytes = read = 0.0
         products = read
         if experts:
-            mlp = next(spec.mlp for spec in costs.config.layers if isinstance(spec.mlp, Experts))
-            share = mlp.distinct(tokens) / mlp.count
+            mlp = self._experts
+            share = self._missing / mlp.count
             nbytes, read = nbytes + matrices.experts * share, read + experts * share
-            products += mlp.active * experts / mlp.count
+            # A pool has as large a part of the experts of each row as of all.
+            products += mlp.active * experts / mlp.count * self._missing / mlp.distinct(tokens)
         operations = 2.0 * (tokens * products + PRODUCT_ROWS * read)
         return nbytes, operations / costs.hardware.host_flops_per_second
 

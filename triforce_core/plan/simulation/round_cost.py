@@ -71,7 +71,14 @@ class RoundCost:
         """Bytes that a pass copies to the device."""
         places, sequence = self.places, self.places.sequences[0]
         blocks = sum(max(0, self._blocks - share) for share in sequence.resident)
-        return self.memory.weights_link_bytes + places.block_bytes * (blocks - self._elsewhere)
+        kv = places.block_bytes * (blocks - self._elsewhere)
+        return self.memory.weights_link_bytes + kv + self._inserted_bytes
+
+    @property
+    def _inserted_bytes(self) -> int:
+        """Bytes of experts that cross to pools while the pass computes other layers."""
+        experts = (layer.experts.nbytes for layer in self.memory.layers if layer.expert_slots)
+        return round(self.processor.inserted * sum(experts))
 
     @cached_property
     def _elsewhere(self) -> int:
@@ -168,8 +175,10 @@ class RoundCost:
 
     @cached_property
     def processor(self) -> Processor:
-        apart = bool(self.memory.placement.expert_layers)
-        return Processor(self.costs, self.tokens, experts_only=apart)
+        placement = self.memory.placement
+        return Processor(
+            self.costs, self.tokens, bool(placement.expert_layers), placement.expert_slots
+        )
 
     def _check_rates(self) -> None:
         if not self.processor.known:
@@ -265,7 +274,7 @@ class RoundCost:
     @property
     def seconds(self) -> float:
         """Duration of the round on the virtual clock."""
-        return self.executed[2].seconds
+        return max(self.executed[2].seconds, self.link_seconds if self._inserted_bytes else 0.0)
 
     @property
     def pass_seconds(self) -> float:
