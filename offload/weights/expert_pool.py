@@ -8,7 +8,7 @@ the one that was used longest ago. A prefill fills a pool with the experts of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from triforce_offload.errors import LinkError
 from triforce_offload.link.link import Event, Link
 from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.plan.memory_plan import LayerPlan
-from triforce_offload.weights.experts import MOST_INSERTED
+from triforce_offload.weights.experts import MOST_INSERTED, RecentExperts
 from triforce_offload.weights.layouts import FlatLayout
 
 
@@ -62,6 +62,7 @@ class ExpertPool:
     """The experts of one layer that are on the device as well as in host memory.
 
     views: their tensors, slot after slot as all experts' tensors are expert after expert
+    recent: which experts these are
     hits, misses, inserted_bytes: as in PoolCounters
     """
 
@@ -82,6 +83,7 @@ class ExpertPool:
         own = layout.of_experts(slots, sizes.count)
         self.views = own.views(memory)
         self.slots = slots
+        self.recent = RecentExperts(sizes.count, slots)
         self.hits = self.misses = self.inserted_bytes = 0
         self._layer, self._host, self._link = layer, host, link
         self._parts = [
@@ -92,11 +94,6 @@ class ExpertPool:
             )
             for name, stored in own.formats.items()
         ]
-        self._slot_of = [-1] * sizes.count
-        self._expert_in = [-1] * slots
-        # When each expert was used last: a pass is one tick, a prefill as many as there are slots.
-        self._used = [0] * sizes.count
-        self._clock = 0
         # Copies to slots that no pass has waited for.
         self._coming: list[tuple[int, Event]] = []
 
@@ -108,26 +105,22 @@ class ExpertPool:
         Raises LinkError.
         """
         self._wait()
-        slots = torch.tensor([[self._slot_of[expert] for expert in row] for row in chosen.tolist()])
+        slot_of = self.recent.slot_of
+        slots = torch.tensor([[slot_of[expert] for expert in row] for row in chosen.tolist()])
         return slots, chosen.where(slots < 0, -1)
 
     def used(self, chosen: torch.Tensor) -> None:
         """Note what a pass used, once the device was told to compute it. Start copies of experts
-        that were missing, most frequent first.
+        that were missing.
 
         chosen: as for `divide`
         """
-        self._clock += 1
-        rows: dict[int, int] = {}
-        for expert in chosen.flatten().tolist():
-            rows[expert] = rows.get(expert, 0) + 1
-            self._used[expert] = self._clock
-        missing = [expert for expert in rows if self._slot_of[expert] < 0]
+        rows = chosen.flatten().tolist()
+        hits, missing = self.recent.after_pass(rows)
+        self.hits += hits
         self.misses += len(missing)
-        self.hits += len(rows) - len(missing)
-        missing.sort(key=rows.__getitem__, reverse=True)
         for expert in missing[:MOST_INSERTED]:
-            if (slot := self._free_slot(keep=rows)) is None:
+            if (slot := self.recent.make_room(rows)) is None:
                 return
             # Nothing finds the slot until the copy is under way.
             after = (self._link.record(),)
@@ -137,7 +130,7 @@ class ExpertPool:
                 event = self._link.to_device(part.of_slot(slot), source, after, what)
                 self._coming.append((slot, event))
                 self.inserted_bytes += part.nbytes
-            self._put(expert, slot)
+            self.recent.put(expert, slot)
 
     def fill(self, experts: torch.Tensor, chosen: torch.Tensor) -> None:
         """Fill the pool with the experts that rows of a prefill used last.
@@ -147,19 +140,15 @@ class ExpertPool:
         Raises LinkError.
         """
         self._wait()
-        self._clock += self.slots
-        wanted: dict[int, int] = {}
-        for expert in chain.from_iterable(reversed(chosen.tolist())):
-            if expert not in wanted:
-                wanted[expert] = self._used[expert] = self._clock - len(wanted)
-            if len(wanted) == self.slots:
-                break
+        wanted = self.recent.after_prefill(chain.from_iterable(reversed(chosen.tolist())))
         for expert in wanted:
-            if self._slot_of[expert] >= 0 or (slot := self._free_slot(keep=wanted)) is None:
+            if self.recent.slot_of[expert] >= 0:
                 continue
+            if (slot := self.recent.make_room(wanted)) is None:
+                return
             for part in self._parts:
                 part.of_slot(slot).copy_(part.of_expert(experts, expert))
-            self._put(expert, slot)
+            self.recent.put(expert, slot)
 
     def _wait(self) -> None:
         """Make later compute start after the copies to slots. Raises LinkError."""
@@ -168,28 +157,8 @@ class ExpertPool:
             try:
                 self._link.wait(event)
             except LinkError:
-                self._empty(slot)
+                self.recent.empty(slot)
                 raise
-
-    def _free_slot(self, keep: Mapping[int, int]) -> int | None:
-        """Return a slot that is empty now, of the expert used longest ago; None if all are kept."""
-        slot = min(range(self.slots), key=self._last_use)
-        if self._expert_in[slot] in keep:
-            return None
-        self._empty(slot)
-        return slot
-
-    def _last_use(self, slot: int) -> int:
-        expert = self._expert_in[slot]
-        return -1 if expert < 0 else self._used[expert]
-
-    def _empty(self, slot: int) -> None:
-        if (expert := self._expert_in[slot]) >= 0:
-            self._slot_of[expert] = self._expert_in[slot] = -1
-
-    def _put(self, expert: int, slot: int) -> None:
-        self._expert_in[slot] = expert
-        self._slot_of[expert] = slot
 
 
 class ExpertPools(dict[int, ExpertPool]):

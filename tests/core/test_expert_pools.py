@@ -39,13 +39,13 @@ def engine(path: Path, **options: object) -> Engine:
 def assert_whole(pool: ExpertPool) -> None:
     """Every expert is where the pool says that it is."""
     pool._wait()
-    for slot, expert in enumerate(pool._expert_in):
+    for slot, expert in enumerate(pool.recent.expert_in):
         if expert >= 0:
-            assert pool._slot_of[expert] == slot
+            assert pool.recent.slot_of[expert] == slot
             for part in pool._parts:
                 assert torch.equal(part.of_slot(slot), part.of_expert(pool._host, expert))
-    found = [slot for slot in pool._slot_of if slot >= 0]
-    assert len(set(found)) == len(found) == sum(expert >= 0 for expert in pool._expert_in)
+    found = [slot for slot in pool.recent.slot_of if slot >= 0]
+    assert len(set(found)) == len(found) == sum(expert >= 0 for expert in pool.recent.expert_in)
 
 
 @pytest.mark.one_in(5)
@@ -85,7 +85,7 @@ def test_the_experts_of_a_prompt_s_end_are_there_before_the_first_pass(tiny) -> 
     with engine(tiny("qwen3_moe")[0], placement=PLACED["some"], method="autoregressive") as running:
         running.generate(PROMPT, SamplingParams(1, temperature=0))
         for pool in running.runtime.expert_pools.values():
-            assert all(expert >= 0 for expert in pool._expert_in)
+            assert all(expert >= 0 for expert in pool.recent.expert_in)
             assert pool.inserted_bytes == 0
             assert_whole(pool)
 
@@ -107,21 +107,21 @@ def test_the_expert_that_was_used_longest_ago_makes_room(pool: ExpertPool) -> No
         pool.used(chosen(expert))
     pool.used(chosen(0))
     pool.used(chosen(5))
-    assert {0, 2, 5} == set(pool._expert_in)
+    assert {0, 2, 5} == set(pool.recent.expert_in)
     pool.used(chosen(0, 2, 5, 6))
-    assert {0, 2, 5} == set(pool._expert_in), "an expert that was just used stays"
+    assert {0, 2, 5} == set(pool.recent.expert_in), "an expert that was just used stays"
     assert (pool.hits, pool.misses) == (4, 5)
     assert_whole(pool)
 
 
 def test_no_more_experts_cross_than_a_pass_has_time_for(pool: ExpertPool) -> None:
     pool.used(torch.tensor([[3, 4], [6, 7], [7, 6]]))
-    assert set(pool._expert_in) == {6, 7, -1}, "those of most rows come first"
+    assert set(pool.recent.expert_in) == {6, 7, -1}, "those of most rows come first"
     one = sum(part.nbytes for part in pool._parts)
     assert pool.inserted_bytes == MOST_INSERTED * one
     slots, others = pool.divide(torch.tensor([[3, 4], [6, 7]]))
     assert others.tolist() == [[3, 4], [-1, -1]]
-    assert [pool._expert_in[slot] for slot in slots[1].tolist()] == [6, 7]
+    assert [pool.recent.expert_in[slot] for slot in slots[1].tolist()] == [6, 7]
     assert slots[0].tolist() == [-1, -1]
     assert_whole(pool)
 
@@ -130,9 +130,9 @@ def test_a_prompt_s_last_rows_count_most(pool: ExpertPool) -> None:
     pool.used(chosen(0, 1))
     device = pool._host.clone()
     pool.fill(device, torch.tensor([[0, 1], [2, 3], [4, 5], [3, 4]]))
-    assert set(pool._expert_in) == {3, 4, 5}
+    assert set(pool.recent.expert_in) == {3, 4, 5}
     pool.used(chosen(7))
-    assert {3, 4, 7} == set(pool._expert_in)
+    assert {3, 4, 7} == set(pool.recent.expert_in)
     assert_whole(pool)
 
 
