@@ -167,7 +167,7 @@ def integer_rate(name: str) -> float | None:
 
 def plain_name(card: str) -> str:
     """Return the common part of "RTX 4090", "rtx4090" and "NVIDIA GeForce RTX 4090"."""
-    return re.sub(r"nvidia|geforce|[\s_-]", "", card.lower())
+    return re.sub(r"nvidia|geforce|generation|[\s_-]", "", card.lower())
 
 
 def same_card(name: str, other: str) -> bool:

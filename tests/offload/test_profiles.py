@@ -18,8 +18,28 @@ from triforce_offload.machine.profiles import (
 )
 
 NAMES = {
-    *("rtx3060", "rtx3090", "rtx4060ti-16gb", "rtx4070ti", "rtx4080", "rtx4090", "rtx5090"),
-    *("a100-80gb", "l40", "h100", "h200"),
+    *("rtx3060", "rtx3060ti", "rtx3070", "rtx3070ti", "rtx3080", "rtx3080ti", "rtx3090"),
+    *("rtx3090ti", "rtx4060", "rtx4060ti-16gb", "rtx4070", "rtx4070super", "rtx4070ti"),
+    *("rtx4070tisuper", "rtx4080", "rtx4080super", "rtx4090", "rtx5060ti-16gb", "rtx5070"),
+    *("rtx5070ti", "rtx5080", "rtx5090", "rtx-a4000", "rtx-a5000", "rtx-a6000", "rtx6000-ada"),
+    *("a10", "l4", "l40", "l40s", "a100-80gb", "h100", "h200"),
+}
+# What drivers call cards, of which one name begins another's.
+DRIVERS = {
+    "rtx3060": "NVIDIA GeForce RTX 3060",
+    "rtx3060ti": "NVIDIA GeForce RTX 3060 Ti",
+    "rtx4070": "NVIDIA GeForce RTX 4070",
+    "rtx4070super": "NVIDIA GeForce RTX 4070 SUPER",
+    "rtx4070ti": "NVIDIA GeForce RTX 4070 Ti",
+    "rtx4070tisuper": "NVIDIA GeForce RTX 4070 Ti SUPER",
+    "rtx5070ti": "NVIDIA GeForce RTX 5070 Ti",
+    "rtx-a5000": "NVIDIA RTX A5000",
+    "rtx6000-ada": "NVIDIA RTX 6000 Ada Generation",
+    "a10": "NVIDIA A10",
+    "a100-80gb": "NVIDIA A100-SXM4-80GB",
+    "l4": "NVIDIA L4",
+    "l40": "NVIDIA L40",
+    "l40s": "NVIDIA L40S",
 }
 
 
@@ -28,12 +48,17 @@ def test_every_card_has_sane_figures_and_a_source() -> None:
     for name in NAMES:
         card = named(name)
         assert card.source.startswith("NVIDIA ")
-        assert 8 << 30 < card.memory_bytes < 150 << 30
+        assert 6 << 30 < card.memory_bytes < 150 << 30
         assert 200e9 < card.memory_bytes_per_second < 5e12
         # A forward of one token is bound by memory on all of them.
         assert card.flops_per_second / card.memory_bytes_per_second > 50
         assert named(name, 4).flops_per_second < card.flops_per_second
         assert card.link_full
+
+
+@pytest.mark.parametrize("name", DRIVERS)
+def test_a_driver_s_name_is_of_one_card(name: str) -> None:
+    assert [card for card in gpu_names() if same_card(card, DRIVERS[name])] == [name]
 
 
 def test_a_link_is_as_fast_as_its_lanes() -> None:
