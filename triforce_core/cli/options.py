@@ -36,6 +36,12 @@ _EXPLAINED = {
     "many stay on the device as fit; --device-memory limits them",
     ("-cmoe", "--cpu-moe", "-ncmoe", "--n-cpu-moe"): "the planner leaves experts to the CPU "
     "where that is faster; --host-compute sets their share",
+    (
+        "--moe-expert-cache",
+        "--moe-cache-slots",
+        "--moe-hot-cache",
+    ): "the planner gives the device a "
+    "cache of experts where that is faster; the expert_slots of a plan (--plan) set its size",
 }
 
 

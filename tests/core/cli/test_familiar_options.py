@@ -27,6 +27,7 @@ def test_a_context_has_the_same_names_in_every_command(flag: str) -> None:
         (("-ngl", "99"), "--device-memory limits them"),
         (("--cpu-moe",), "--host-compute sets their share"),
         (("-ncmoe", "20"), "--host-compute sets their share"),
+        (("--moe-expert-cache", "48"), "the expert_slots of a plan (--plan) set its size"),
         (("--no-mmap",), "weights are read into memory"),
         # These would be read as values of -s, -c, -m, -h and -p.
         (("-sys", "hi"), "(here it is --system)"),
