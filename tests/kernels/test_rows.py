@@ -19,7 +19,7 @@ from triforce_kernels.attention.text import attend_text
 from triforce_kernels.dispatch import HOST, TRITON
 from triforce_kernels.experts.grouped import Experts, gated_experts
 from triforce_kernels.host.library import library
-from triforce_kernels.layer import swiglu
+from triforce_kernels.layer import clamped_swiglu, geglu, swiglu
 from triforce_kernels.limits import FEW_ROWS, WHOLE_ROWS
 from triforce_kernels.same_bits import same_bits
 from triforce_kernels.weights.linear import StackedWeight, linear
@@ -206,6 +206,29 @@ def test_experts(draw, kind: str) -> None:
     for first, end in ((0, 1), (6, 7), (3, 30), (1, 70)):
         part = (each[first:end].contiguous() for each in (chosen, weights))
         assert torch.equal(gated_experts(x[first:end], experts, *part, swiglu), whole[first:end])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("activation", [swiglu, geglu, clamped_swiglu])
+@pytest.mark.parametrize("kind", ["dense", "blocks"])
+def test_experts_in_one_call(draw, backend: str, kind: str, activation, biased: bool) -> None:
+    """A processor computes few float32 rows by one call, and many by one expert after another."""
+    if backend != HOST:
+        pytest.skip("only a processor has this call")
+    count, width, hidden, rows = 5, 32, 64, FEW_ROWS + 7
+    made = (
+        formats(draw, count * n, m, torch.float32)[kind]
+        for n, m in ((2 * width, hidden), (hidden, width))
+    )
+    biases = (draw(count, 2 * width), draw(count, hidden)) if biased else None
+    experts = Experts(count, *made, biases)
+    x, weights = draw(rows, hidden), draw(rows, 2).softmax(1)
+    chosen = draw(rows, count).topk(2).indices
+    whole = gated_experts(x, experts, chosen, weights, activation)
+    for first, end in ((0, 1), (6, 7), (3, 30), (1, 65)):
+        part = (each[first:end] for each in (chosen, weights))
+        found = gated_experts(x[first:end], experts, *part, activation)
+        assert torch.equal(found, whole[first:end])
 
 
 def _later(own):
