@@ -82,12 +82,12 @@ def gated(
     experts: grouped.Experts,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    activation: grouped.Gated,
+    gated: grouped.Gated,
 ) -> torch.Tensor:
     """`grouped.gated_experts`, of float32 rows in one call."""
-    operation = _OPERATIONS.get(activation)
+    operation = _OPERATIONS.get(gated)
     if x.dtype != torch.float32 or operation is None:
-        return grouped.by_tiles(x, experts, chosen, weights, activation)
+        return grouped.by_tiles(x, experts, chosen, weights, gated)
     count, gate_up, down, biases = experts
     (rows, active), pairs = chosen.shape, chosen.numel()
     x, chosen, weights = x.contiguous(), chosen.contiguous(), weights.contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,7 +16,7 @@ from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.memory.host import HostBuffers, HostMemory
 from triforce_offload.plan.memory_plan import LayerPlan, Where
 from triforce_offload.schedule import WEIGHTS
-from triforce_offload.weights.expert_pool import ExpertPools
+from triforce_offload.weights.expert_pool import ExpertPool
 from triforce_offload.weights.int4_copies import Int4Copies
 from triforce_offload.weights.layouts import FlatLayout, Views
 from triforce_offload.weights.locations import (
@@ -159,7 +159,7 @@ class StreamedWeights:
         layouts: Sequence[FlatLayout],
         conveyor: Conveyor,
         trace: Tracer,
-        pools: ExpertPools,
+        pools: Mapping[int, ExpertPool],
         *,
         prefills: bool,
     ) -> None:

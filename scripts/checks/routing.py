@@ -1,11 +1,11 @@
 """How a model's tokens choose experts, and what a pool of them on the device would have.
 
-Runs a model with experts on a text of your own and records what the routers choose: how many of a
+Runs a model with experts on a text and records what the routers choose: how many of a
 token's experts the token before it chose, how many different experts several consecutive tokens
 choose, and which share of a token's experts a pool has, by its size. A pool is filled with the
 experts of the prompt's end, as in a run, and at most two experts a layer join it after each token.
 
-    python scripts/checks routing MODEL PROMPT_FILE [--tokens 256] [--device cuda:0]
+    python scripts/checks routing --model MODEL [--prompt FILE] [--tokens 256] [--device cuda:0]
 
 Writes a record only with --result. The planner's own numbers are those of others' models
 (docs/planner.md).
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from bench.material import manual
 from frame import Benchmark, Figures, Option
 from triforce_core import Engine, SamplingParams
 from triforce_core.model import mlps
@@ -38,7 +39,9 @@ Trace = list[Chosen]
 
 
 def measure(args: argparse.Namespace) -> Iterator[Figures]:
-    text = Path(args.prompt).read_text("utf-8")
+    if not args.model:
+        raise SystemExit("--model names a model with experts")
+    text = Path(args.prompt).read_text("utf-8") if args.prompt else manual(8 * args.context)
     with Engine.from_pretrained(
         args.model, device=args.device, method="autoregressive", max_context=args.context
     ) as engine:
@@ -148,8 +151,8 @@ main = Benchmark(
     None,
     measure,
     (
-        Option("model", help="a GGUF file or a directory of a model with experts"),
-        Option("prompt", help="a text file"),
+        Option("--model", "", "a GGUF file or a directory of a model with experts"),
+        Option("--prompt", "", "a text file; by default parts of the Python manual"),
         Option("--tokens", 256, "tokens that are generated"),
         Option("--context", 8192, "tokens of the text and of what is generated, at most"),
         Option("--device", "cpu", "cpu or a GPU, such as cuda:0"),

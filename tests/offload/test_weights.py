@@ -64,7 +64,7 @@ def test_layers_of_different_sizes_go_through_slots_of_one(streamed, slots: int)
     largest = max(plan.link_bytes for plan in plans)
     rings = {WEIGHTS: [torch.zeros(largest, dtype=torch.uint8) for _ in range(slots)]}
     conveyor = Conveyor(link, rings)
-    weights = StreamedWeights(store.in_passes, layouts, conveyor, NoTrace())
+    weights = StreamedWeights(store.in_passes, layouts, conveyor, NoTrace(), {}, prefills=False)
     try:
         for _ in range(2):
             before = link.counters()

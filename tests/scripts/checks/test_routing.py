@@ -26,7 +26,8 @@ def model(tmp_path):
 def test_a_pool_has_what_the_check_says(model, monkeypatch) -> None:
     records, choose = [], mlps.choose
     monkeypatch.setattr(frame, "print_record", records.append)
-    arguments = [str(model), str(model / "prompt.txt"), "--tokens", str(TOKENS), "--context", "80"]
+    arguments = ["--model", str(model), "--prompt", str(model / "prompt.txt"), "--context", "80"]
+    arguments += ["--tokens", str(TOKENS)]
     assert script.main(arguments) == 0
     assert mlps.choose is choose
     record = records[0]
@@ -62,4 +63,6 @@ def test_routers_that_repeat_and_those_that_do_not() -> None:
 def test_a_model_without_experts_is_refused(model, capsys) -> None:
     make_model("llama", model)
     with pytest.raises(SystemExit, match="has no experts"):
-        script.main([str(model), str(model / "prompt.txt"), "--tokens", "4", "--context", "40"])
+        script.main(["--model", str(model), "--tokens", "4", "--context", "40"])
+    with pytest.raises(SystemExit, match="--model names"):
+        script.main([])
