@@ -204,4 +204,5 @@ def _describe(what: Hashable) -> dict[str, Any]:
     """
     if not isinstance(what, tuple):
         return {}
-    return dict(zip(("layer", "block"), what[1:], strict=False))
+    part = what[0] if what[0] == "expert" else "block"
+    return dict(zip(("layer", part), what[1:], strict=False))

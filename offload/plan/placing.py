@@ -10,6 +10,11 @@ from triforce_offload.plan.memory_plan import MemoryPlan, Where
 from triforce_offload.plan.placement import KV_SLOTS, STAGING_SLOTS, WEIGHT_SLOTS, Placement
 from triforce_offload.plan.requirements import Requirements
 
+# What pools of experts leave as it was: only experts are the less on the device for them.
+_KEPT_WITH_POOLS = (
+    *("embedding_resident", "resident_kv_blocks", "reclaimed_kv_blocks"),
+    *("weight_slots", "kv_slots", "staging_slots"),
+)
 # A link brings one block while a pass attends to this many blocks on the device: a card's memory is
 # about 40 times as fast as its link, a split block is read three or four times, and kernels are
 # launched for it.
@@ -203,19 +208,25 @@ def with_kv_instead(plan: MemoryPlan, more: int) -> MemoryPlan:
     return changed.placed(resident_kv_blocks=resident, reclaimed_kv_blocks=reclaimed)
 
 
-def with_expert_pools(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
+def with_expert_pools(
+    plan: MemoryPlan, limit_bytes: int, like: Placement | None = None
+) -> MemoryPlan:
     """Return the plan in which the processor computes experts of every layer, and each layer has a
     pool on the device of those that were used last, of equally many experts. Return the plan itself
     if no experts are away, if a pool has no room, or if experts are not stored one by one.
 
     limit_bytes: bytes of the device
+    like: a placement with pools whose slots, KV and embedding the plan is to have
     """
-    needs = plan.requirements
+    needs, like = plan.requirements, like or plan.placement
     layers = tuple(i for i, nbytes in enumerate(needs.expert_bytes) if nbytes)
     sizes = [needs.experts[layer] for layer in layers]
-    if not (plan.placement.expert_layers and all(sizes)) or plan.placement.file_layers:
+    if not (like.expert_layers and all(sizes)) or plan.placement.file_layers:
         return plan
-    placed = plan.placed(streamed_layers=layers, expert_layers=layers, processor_layers=layers)
+    kept = {name: getattr(like, name) for name in _KEPT_WITH_POOLS}
+    placed = plan.placed(
+        streamed_layers=layers, expert_layers=layers, processor_layers=layers, **kept
+    )
     spare = limit_bytes - placed.device_bytes
 
     def fits(slots: int) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from triforce_offload.errors import LinkError
 from triforce_offload.link.link import Event, Link
+from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.plan.memory_plan import LayerPlan
 from triforce_offload.weights.experts import MOST_INSERTED, RecentExperts
@@ -96,6 +97,8 @@ class ExpertPool:
         ]
         # Copies to slots that no pass has waited for.
         self._coming: list[tuple[int, Event]] = []
+        # The last two parts of a prefill's rows, of which the very last may be short.
+        self._noted: list[torch.Tensor] = []
 
     def divide(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots of a pass's experts, and those experts that are in none: -1 for each
@@ -122,7 +125,7 @@ class ExpertPool:
         for expert in missing[:MOST_INSERTED]:
             if (slot := self.recent.make_room(rows)) is None:
                 return
-            # Nothing finds the slot until the copy is under way.
+            # The device may be reading the slot. Nothing finds it until the copy is under way.
             after = (self._link.record(),)
             for part in self._parts:
                 source = part.of_expert(self._host, expert)
@@ -132,13 +135,21 @@ class ExpertPool:
                 self.inserted_bytes += part.nbytes
             self.recent.put(expert, slot)
 
-    def fill(self, experts: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Fill the pool with the experts that rows of a prefill used last.
+    def note(self, chosen: torch.Tensor) -> None:
+        """Note what the next rows of a prefill chose, [rows, active] int64 on the device."""
+        self._noted = [*self._noted[-1:], chosen]
+
+    def fill(self, experts: torch.Tensor) -> None:
+        """Fill the pool with the experts that rows of a prefill used last, of those noted since the
+        last call.
 
         experts: bytes of all experts on the device
-        chosen: experts of each row, [rows, active] int64 on the host
         Raises LinkError.
         """
+        noted, self._noted = self._noted, []
+        if not noted:
+            return
+        chosen = come(torch.cat(noted)).cpu()
         self._wait()
         wanted = self.recent.after_prefill(chain.from_iterable(reversed(chosen.tolist())))
         for expert in wanted:

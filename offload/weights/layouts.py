@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,13 +22,17 @@ class Views(dict[str, "Weight"]):
 
     prepared: what a computation makes of their addresses once; None before
     pool: the experts that are on the device, if these tensors are in host memory
-    fill: fills a pool with the experts of these tensors that rows chose, [rows, active] int64 on
-        the host, if these tensors are on the device
+    note: notes which of these experts the rows of a prefill chose, [rows, active] int64
+    biases: those of experts in host memory, by dtype, as products take them
     """
 
     prepared: Any = None
     pool: Pool | None = None
-    fill: Callable[[torch.Tensor], None] | None = None
+    note: Callable[[torch.Tensor], None] | None = None
+
+    @cached_property
+    def biases(self) -> dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
 
 class Pool(Protocol):

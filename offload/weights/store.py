@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -177,18 +176,20 @@ class StreamedWeights:
     @contextmanager
     def layer(self, index: int) -> Iterator[Views]:
         """Weights.layer. Raises LinkError."""
-        location = self._locations[index]
+        location, pool = self._locations[index], self._pools.get(index)
         with self._conveyor.bring((WEIGHTS, index), location) as buffer:
             key = (index, buffer.data_ptr())
             if key not in self._views:
                 self._views[key] = views = location.views(self._layouts[index], buffer)
-                if (pool := self._pools.get(index)) and self._prefills:
-                    views.fill = partial(pool.fill, buffer)
+                if pool is not None and self._prefills:
+                    views.note = pool.note
                 else:
                     views.pool = pool
             compute = self._trace.processor if location.by_processor else self._trace.compute
             with compute("layer", layer=index):
                 yield self._views[key]
+            if pool is not None and self._prefills:
+                pool.fill(buffer)
 
 
 class ResidentWeights:

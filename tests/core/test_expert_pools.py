@@ -81,6 +81,18 @@ def test_quantised_experts_with_and_without_biases(tmp_path, stored: str) -> Non
             assert_whole(pool)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_half_precision(tiny, family: str, dtype: str) -> None:
+    """Rows that the processor computes are float32 where its kernels take them so."""
+    path, _ = tiny(family)
+    with engine(path, placement=PLACED["some"], dtype=dtype) as running:
+        result = running.generate(PROMPT, GREEDY)
+        assert len(result.token_ids) == GREEDY.max_new_tokens
+        for pool in running.runtime.expert_pools.values():
+            assert_whole(pool)
+
+
 def test_the_experts_of_a_prompt_s_end_are_there_before_the_first_pass(tiny) -> None:
     with engine(tiny("qwen3_moe")[0], placement=PLACED["some"], method="autoregressive") as running:
         running.generate(PROMPT, SamplingParams(1, temperature=0))
@@ -129,7 +141,9 @@ def test_no_more_experts_cross_than_a_pass_has_time_for(pool: ExpertPool) -> Non
 def test_a_prompt_s_last_rows_count_most(pool: ExpertPool) -> None:
     pool.used(chosen(0, 1))
     device = pool._host.clone()
-    pool.fill(device, torch.tensor([[0, 1], [2, 3], [4, 5], [3, 4]]))
+    for part in ([[6, 7]], [[0, 1], [2, 3], [4, 5]], [[3, 4]]):
+        pool.note(torch.tensor(part))
+    pool.fill(device)
     assert set(pool.recent.expert_in) == {3, 4, 5}
     pool.used(chosen(7))
     assert {3, 4, 7} == set(pool.recent.expert_in)

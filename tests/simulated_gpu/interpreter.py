@@ -40,7 +40,7 @@ class Launch:
 
     def touch(self, pointers: np.ndarray, mask: np.ndarray, size: int, *, writes: bool) -> None:
         """A load or store of one program. Raises RuntimeError for memory that is not its own."""
-        used = pointers[mask] if mask.shape == pointers.shape else pointers
+        used = pointers[mask.astype(bool)] if mask.shape == pointers.shape else pointers
         if not used.size:
             return
         first, last = int(used.min()), int(used.max()) + size

@@ -97,8 +97,8 @@ class ExpertsMLP:
     def _experts(
         self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        if w.fill is not None:
-            w.fill(come(chosen).cpu())
+        if w.note is not None:
+            w.note(chosen)
         if w.pool is not None:
             return self._by_both(w, w.pool, x, chosen, weights)
         # The processor may have them, and none of the rest of the layer.
@@ -106,7 +106,7 @@ class ExpertsMLP:
         if there == here:
             return self._outputs(w, self._spec.count, x, chosen, weights)
         rows, chosen, weights = (moved(each, there) for each in (x, chosen, weights))
-        out = self._outputs(w, self._spec.count, _as_processors(rows), chosen, weights)
+        out = self._by_processor(w, rows, chosen, weights)
         return moved(out.to(x.dtype), here)
 
     def _by_both(
@@ -129,31 +129,47 @@ class ExpertsMLP:
             out = self._outputs(pool.views, pool.slots, x, slots.to(here), weights)
         if theirs:
             rows, their_weights = theirs
-            rows = _as_processors(rows)
-            computed = moved(self._outputs(w, self._spec.count, rows, others, their_weights), here)
+            computed = moved(self._by_processor(w, rows, others, their_weights), here)
             out = computed.to(x.dtype) if out is None else out.add_(computed)
         pool.used(chosen)
         return out
 
-    def _outputs(
-        self, w: Views, count: int, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    def _by_processor(
+        self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sums of each row's experts, where these are. count: of those in w"""
-        biases = None
-        if self._spec.biases:
-            gate_up = torch.cat((w["experts_gate_bias"], w["experts_up_bias"]), 1)
-            biases = gate_up.to(x.dtype), w["experts_down_bias"].to(x.dtype)
+        """`_outputs` of experts in host memory, in float32 where its kernels take that."""
+        few = x.shape[0] <= FEW_ROWS and self._spec.activation.gated
+        if few and backend(x.device) == HOST:
+            x = x.float()
+        if self._spec.biases and x.dtype not in (kept := w.biases):
+            kept[x.dtype] = self._biases(w, x.dtype)
+        biases = w.biases.get(x.dtype)
+        return self._outputs(w, self._spec.count, x, chosen, weights, biases)
+
+    def _biases(self, w: Views, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_up = torch.cat((w["experts_gate_bias"], w["experts_up_bias"]), 1)
+        return gate_up.to(dtype), w["experts_down_bias"].to(dtype)
+
+    def _outputs(
+        self,
+        w: Views,
+        count: int,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return the weighted sums of each row's experts, where these are.
+
+        count: of the experts in w. biases: theirs, if they are at hand
+        """
+        if self._spec.biases and biases is None:
+            biases = self._biases(w, x.dtype)
         experts = grouped.Experts(count, w["experts_gate_up"], w["experts_down"], biases)
         return grouped.gated_experts(x, experts, chosen, weights, self._gated, come)
 
     def _shared(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
         return linear(self._gated(linear(normed, w["gate_up"])), w["down"])
-
-
-def _as_processors(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows on the host as its kernels for experts take them."""
-    few = rows.shape[0] <= FEW_ROWS and rows.dtype.itemsize < 4
-    return rows.float() if few and backend(rows.device) == HOST else rows
 
 
 class ExpertsBesideMLP(ExpertsMLP):

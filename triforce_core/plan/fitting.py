@@ -94,13 +94,13 @@ class ProcessorShares(NamedTuple):
     KV blocks that would cross the link.
 
     streamed: number of layers that stream at least, so that KV has more room on the device
-    pools: whether each layer has a pool of experts on the device
+    pools: a placement whose pools of experts, KV and slots the plan is to have
     """
 
     layers: float
     kv: float
     streamed: int = 0
-    pools: bool = False
+    pools: Placement | None = None
 
     @classmethod
     def asked(cls, share: float, layouts: Layouts) -> ProcessorShares:
@@ -119,8 +119,10 @@ class ProcessorShares(NamedTuple):
         """Return the shares of a plan."""
         placement, may = memory.placement, len(for_processor(memory))
         layers, streamed = len(placement.processor_layers), len(placement.streamed_layers)
-        share, pools = layers / may if may else 0.0, placement.expert_slots > 0
-        return cls(share, placement.processor_kv, streamed if layers and not pools else 0, pools)
+        if placement.expert_slots:
+            return cls(1.0, placement.processor_kv, pools=placement)
+        share = layers / may if may else 0.0
+        return cls(share, placement.processor_kv, streamed if layers else 0)
 
     def with_streamed_layers(self, memory: MemoryPlan) -> MemoryPlan:
         """Return the plan with at least `streamed` streamed layers."""
@@ -128,10 +130,11 @@ class ProcessorShares(NamedTuple):
 
     def placed_on_processor(self, memory: MemoryPlan, room: Room) -> MemoryPlan:
         """Return the plan with these shares. Raises DoesNotFitError."""
-        kv = self.kv if memory.kv.away else 0.0
         if self.pools:
-            pooled = with_expert_pools(memory, room.device_bytes)
-            return room.with_files(pooled.placed(processor_kv=kv))
+            memory = with_expert_pools(memory, room.device_bytes, self.pools)
+            kv = self.kv if memory.kv.away else 0.0
+            return room.with_files(memory.placed(processor_kv=kv))
+        kv = self.kv if memory.kv.away else 0.0
         count = round(self.layers * len(for_processor(memory)))
         return place_on_processor(memory, count).placed(processor_kv=kv)
 

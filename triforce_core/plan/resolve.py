@@ -111,7 +111,11 @@ def placed(
     shares: what the processor computes; None for what the settings say
     Raises UsageError or DoesNotFitError.
     """
-    fitted = fit(sizes, room.device_bytes, config.placement, most_budget)
+    placement = config.placement
+    if placement is not None and placement.expert_slots and config.host_compute != AUTO:
+        # Pools have the place of experts that are on the device without them.
+        placement = None
+    fitted = fit(sizes, room.device_bytes, placement, most_budget)
     memory = fitted.memory
     if shares is None and config.host_compute != AUTO:
         shares = ProcessorShares.asked(config.host_compute, sizes.weights)

@@ -186,6 +186,29 @@ def test_a_retrieval_level_has_its_layers_on_the_device(model: str, context: int
         )
 
 
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [
+        ("gpt-oss-120b", 131072),
+        ("qwen3-30b-a3b:Q8_0", 32768),
+        ("minimax-m2:Q4_K_M", 32768),
+        ("glm-4.5-air:Q4_K_M", 32768),
+        ("nemotron-3-nano-30b-a3b", 32768),
+    ],
+)
+def test_an_engine_has_the_pools_and_the_kv_of_its_plan(model: str, context: int) -> None:
+    """It begins with a placement of its own, by bytes."""
+    shape = read_model(model)
+    card = replace(named("rtx4090"), **DESKTOP)
+    chosen = choose(Case(shape.config, card, context, pieces=shape.pieces))
+    planned, room = chosen.memory.placement, chosen.case.room
+    assert planned.expert_slots > 0
+    own = place(chosen.memory.requirements, room.device_bytes)
+    shares = ProcessorShares.of(chosen.memory)
+    found = shares.placed_on_processor(shares.with_streamed_layers(own), room).placement
+    assert found == planned
+
+
 def test_plain_decoding_is_planned_where_drafts_read_too_many_experts() -> None:
     chosen = choose(case("gpt-oss-120b", **DESKTOP))
     assert chosen.plan.method.method == "autoregressive"

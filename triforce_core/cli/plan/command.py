@@ -309,8 +309,11 @@ def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
     if "resident_kv_blocks" in case.fixed:
         del fixed["reclaimed_kv_blocks"]
     if args.host_compute != AUTO:
-        for name in ("processor_layers", "processor_kv", "expert_slots"):
-            del fixed[name]
+        # Pools have the place of experts that are on the device without them.
+        pools = planned.placement.expert_slots > 0
+        changed = asdict(planned.placement) if pools else ("processor_layers", "processor_kv")
+        for name in changed:
+            fixed.pop(name, None)
     return choose(replace(case, fixed=fixed | case.fixed))
 
 

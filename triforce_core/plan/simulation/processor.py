@@ -80,7 +80,7 @@ class Processor:
     def on_device(self) -> float:
         """Seconds in which the device would compute the same of an average layer."""
         if self.experts_only:
-            return self.costs.experts(self.tokens)
+            return self._scale * self.costs.experts(self.tokens)
         return self.costs.before(self.tokens) + self.costs.after(self.tokens)
 
     def seconds(self, layers: int, link_bytes: float) -> float:
@@ -108,7 +108,15 @@ class Processor:
         if not self.expert_slots:
             return 0.0
         share = 1 - self._missing / self._experts.distinct(self.tokens)
-        return share * self.costs.experts(self.tokens)
+        return share * self.on_device
+
+    @property
+    def _scale(self) -> float:
+        """Experts of a layer that the processor has, by those of an average layer: with pools, all
+        of its layers have experts.
+        """
+        layers = self.costs.config.layers
+        return len(layers) / sum(spec.mlp.active > 0 for spec in layers) if self.expert_slots else 1
 
     @property
     def _missing(self) -> float:
@@ -164,10 +172,11 @@ class Processor:
         products = read
         if experts:
             mlp = self._experts
-            share = self._missing / mlp.count
+            share = self._scale * self._missing / mlp.count
             nbytes, read = nbytes + matrices.experts * share, read + experts * share
             # A pool has as large a part of the experts of each row as of all.
-            products += mlp.active * experts / mlp.count * self._missing / mlp.distinct(tokens)
+            there = self._scale * self._missing / mlp.distinct(tokens)
+            products += mlp.active * experts / mlp.count * there
         operations = 2.0 * (tokens * products + PRODUCT_ROWS * read)
         return nbytes, operations / costs.hardware.host_flops_per_second
 
