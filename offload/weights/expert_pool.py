@@ -113,7 +113,7 @@ class ExpertPool:
         return slots, chosen.where(slots < 0, -1)
 
     def used(self, chosen: torch.Tensor) -> None:
-        """Note what a pass used, once the device was told to compute it. Start copies of experts
+        """Note what a pass used, after the launches that read the slots. Start copies of experts
         that were missing.
 
         chosen: as for `divide`

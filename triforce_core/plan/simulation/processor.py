@@ -17,9 +17,9 @@ from triforce_offload.weights.experts import MOST_INSERTED
 # take about .4 ms in SmolLM2-135M on 2 cores of an AMD EPYC (`scripts/bench host_compute`: .028 s
 # for 30 layers of 7 MB and the output matrix).
 _LAYER_SECONDS = 500e-6
-# The same of a layer's experts alone: 70 us for their products without arithmetic, and 50 us for
-# looking up and noting what a pool has, measured on the same machine; the rest is assumed for rows,
-# choice and weights that cross, for what comes back, and for the waits.
+# Those of a layer's experts alone. On the same machine 70 us were measured for their products
+# without arithmetic, and 60 us for looking up and noting what a pool has, by a script that is not
+# kept. The rest is assumed, for what crosses and for the waits.
 _EXPERTS_SECONDS = 250e-6
 # Seconds in which the queries of a layer cross, its thread wakes and its result crosses: assumed.
 _HANDING_SECONDS = 200e-6
