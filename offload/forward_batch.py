@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from triforce_kernels.attention.attention import PLAIN, Softmax
+from triforce_kernels.attention.dense import DenseKeys
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 
@@ -207,6 +208,17 @@ class Cache(Protocol):
         """Attend as `attend` does in a layer with a window, to the last tokens only.
 
         layer: index among the layers with a window
+        """
+
+    def dense(
+        self, layer: int, batch: ForwardBatch, *, has_window: bool = False
+    ) -> DenseKeys | None:
+        """Return the keys of a layer, if all are on the device, for a caller that writes those of
+        the batch's rows and attends by itself, as `attend` would. None if only the cache can.
+
+        has_window: whether the layer is one of those with a window, as in `attend_window`
+
+        Raises RuntimeError if there is no room.
         """
 
     def convolve(

@@ -171,7 +171,7 @@ def attend_cache(
     )
     if window is not None and not on_device:
         drafted = tokens if visible is None else visible.shape[1]
-        hidden = max(0, end + tokens - drafted + 1 - window)  # no query sees the keys before it
+        hidden = unseen(end + tokens, drafted, window)
         key, value, end, first = key[:, hidden:], value[:, hidden:], end - hidden, first + hidden
         window = None if end + tokens <= window else window
     if cap is not None:
@@ -180,6 +180,14 @@ def attend_cache(
     return implementation("attend_cache", query.device)(
         query, key, value, tokens, end, window, first, visible
     )
+
+
+def unseen(end: int, drafted: int, window: int) -> int:
+    """Return how many keys are before the first one that any query sees through a window.
+
+    end: number of keys, of which the last `drafted` are drafts or the queries' own
+    """
+    return max(0, end - drafted + 1 - window)
 
 
 def _capped(

@@ -24,16 +24,21 @@ if TYPE_CHECKING:
     from triforce_kernels.attention.scoring import ScoreBuffer
 
 # As in `source/host.h` and `source/attention.h`.
-_INT8, _MOST_HEAD_DIM = -1, 1024
+_INT8, MOST_HEAD_DIM = -1, 1024
 # With more rows than this there is work for all threads without dividing the keys.
 _WHOLE_ROWS = 64
 
 
 def splits(query: torch.Tensor) -> int:
+    """`parts`, or those of a reference."""
+    return parts(query.shape[0]) if _computes(query) else reference_splits(query)
+
+
+def parts(kv_heads: int) -> int:
     """Return into how many parts the keys of a head are divided. It does not depend on threads or
     rows, and neither do results.
     """
-    return max(1, HOST_PARTS // query.shape[0]) if _computes(query) else reference_splits(query)
+    return max(1, HOST_PARTS // kv_heads)
 
 
 def blocks(
@@ -48,7 +53,7 @@ def blocks(
         reference_blocks(running, query, key, value, scores)
         return
     call = _call(running, query)
-    _keys(call, key, value, running.keys)
+    describe_keys(call, key, value, running.keys)
     _scores(call, scores)
     library().triforce_attend(ctypes.byref(call), None, None, torch.get_num_threads())
     running.fresh = False
@@ -70,8 +75,8 @@ def tail(
         lse = query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)
         return Partial(torch.zeros_like(query), lse)
     call = _call(running, query)
-    _keys(call, key[None], value[None], running.keys)
-    _own(call, tokens, 0, visible)
+    describe_keys(call, key[None], value[None], running.keys)
+    describe_own(call, tokens, 0, visible)
     _scores(call, scores)
     running.fresh = False
     return _answer(library().triforce_attend, call, query)
@@ -100,15 +105,15 @@ def cache(
         call.acc = state.data_ptr()
         call.peak = call.acc + places * call.head_dim * state.itemsize
         call.total = call.peak + places * state.itemsize
-    _keys(call, key[None], value[None], first)
+    describe_keys(call, key[None], value[None], first)
     call.tokens = end + tokens
-    _own(call, tokens, window or 0, visible)
+    describe_own(call, tokens, window or 0, visible)
     return _answer(attend, call, query)
 
 
 def _computes(query: torch.Tensor) -> bool:
     """Whether the kernels take these queries: not float64, nor heads that are larger than any."""
-    return query.dtype in DENSE and query.shape[2] <= _MOST_HEAD_DIM
+    return query.dtype in DENSE and query.shape[2] <= MOST_HEAD_DIM
 
 
 def _described(query: torch.Tensor) -> Attention:
@@ -131,7 +136,7 @@ def _call(running: Running, query: torch.Tensor) -> Attention:
     return call
 
 
-def _keys(call: Attention, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
+def describe_keys(call: Attention, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
     """Describe blocks of keys [blocks, heads, tokens, head_dim]; see `source/host.h`. first: place
     in the text of the first key
     """
@@ -143,7 +148,7 @@ def _keys(call: Attention, key: torch.Tensor, value: torch.Tensor, first: int) -
     call.value_block, call.value_head, call.value_row = (n * size for n in value.stride()[:3])
 
 
-def _own(call: Attention, tokens: int, window: int, visible: torch.Tensor | None) -> None:
+def describe_own(call: Attention, tokens: int, window: int, visible: torch.Tensor | None) -> None:
     """Describe which keys at the end the rows see: `tokens` are their own."""
     call.own, call.drafted, call.window = tokens, tokens, window
     if visible is not None:

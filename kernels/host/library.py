@@ -19,7 +19,7 @@ from triforce_kernels.host.structures import STRUCTURES
 # may be forced, so that tests compare them.
 VARIABLE = "TRIFORCE_VECTORS"
 # As in `source/host.h`. A library of another version is not used.
-_VERSION = 3
+_VERSION = 4
 
 _Long, _Address = ctypes.c_int64, ctypes.c_void_p
 
@@ -52,7 +52,7 @@ def library() -> ctypes.CDLL | None:
         found.triforce_tiles.argtypes = (_Address, *[_Long] * 5, *[_Address] * 5)
         found.triforce_weighted_sums.argtypes = (*[_Address] * 3, *[_Long] * 3, _Address)
         found.triforce_choose.argtypes = [_Address] * 6
-        found.triforce_sequence.argtypes = (_Address, _Long, ctypes.c_int)
+        found.triforce_sequence.argtypes = (_Address, _Address, _Long, ctypes.c_int)
         found.triforce_map.argtypes = (_Long, _Address, _Address, _Long)
         for name in ("decode_kv", "delta", "norm", "gated", "rope"):
             getattr(found, f"triforce_{name}").argtypes = (_Address, ctypes.c_int)

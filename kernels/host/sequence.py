@@ -7,46 +7,71 @@ of once for each: where matrices are small, that takes longer than multiplying.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
+from triforce_kernels.attention.dense import DenseKeys
+from triforce_kernels.attention.streaming import unseen
 from triforce_kernels.checks import require
+from triforce_kernels.host.attention import MOST_HEAD_DIM, describe_keys, describe_own, parts
 from triforce_kernels.host.layer import NormKind, Operation
 from triforce_kernels.host.library import library
-from triforce_kernels.host.structures import DENSE, Call, Gate, Norm, Product
+from triforce_kernels.host.structures import (
+    DENSE,
+    Attention,
+    Call,
+    Calls,
+    Count,
+    Gate,
+    Merge,
+    Norm,
+    Place,
+    Product,
+    Rope,
+)
 from triforce_kernels.host.weights import rounding_format, weight_struct
 from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights.linear import Weight, matrices
 
 _F32, _SIZE = DENSE[torch.float32], 4
 # As in `source/threads.h`.
-_MOST_CALLS = 16
+_MOST_CALLS = 24
 
 
 class _Kind(IntEnum):
-    """As in `source/layer.c`."""
+    """As in `source/sequence.c`."""
 
-    PRODUCT, NORM, GATED = range(3)
+    PRODUCT, NORM, GATED, ROPE, ATTENTION, MERGE = range(6)
 
 
-_KINDS = {Product: _Kind.PRODUCT, Norm: _Kind.NORM, Gate: _Kind.GATED}
+_KINDS = {
+    Product: _Kind.PRODUCT,
+    Norm: _Kind.NORM,
+    Gate: _Kind.GATED,
+    Rope: _Kind.ROPE,
+    Attention: _Kind.ATTENTION,
+    Merge: _Kind.MERGE,
+}
+# Numbers of rows that calls with rows have.
+_ROWS = {"rows": 1}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Float32 rows that calls read and write: columns of a tensor that each run is given, or of
-    memory that each run allocates.
+    """Float32 rows that calls read and write: of a tensor that each run is given, or in memory that
+    each run allocates.
 
-    index: which tensor, or which part of the memory
+    base: 0 for the run's own memory, else which of the tensors that it is given, from 1
     width: number of columns
-    given: whether the run is given them
+    before: number of columns of the rows that come before these in the run's own memory
     """
 
-    index: int
+    base: int
     width: int
-    given: bool
+    before: int = 0
 
 
 class Sequence:
@@ -56,22 +81,23 @@ class Sequence:
 
     def __init__(self) -> None:
         self._given: list[int] = []
-        self._own: list[int] = []
-        self._structs: list[Product | Norm | Gate] = []
-        # Where the addresses of rows go: the structure, its field, the rows, and their first byte.
-        self._places: list[tuple[ctypes.Structure, str, Rows, int]] = []
+        self._own = 0
+        self._structs: list[ctypes.Structure] = []
+        self._places: list[Place] = []
+        self._counts: list[Count] = []
         self._kept: list[object] = []
-        self._calls: ctypes.Array[Call] | None = None
+        self._attention: tuple[Rope, Attention] | None = None
+        self._calls: Calls | None = None
 
     def given(self, width: int) -> Rows:
         """Return rows of a tensor that each run is given, in the order of these calls."""
         self._given.append(width)
-        return Rows(len(self._given) - 1, width, True)
+        return Rows(len(self._given), width)
 
     def own(self, width: int) -> Rows:
         """Return rows that exist during a run."""
-        self._own.append(width)
-        return Rows(len(self._own) - 1, width, False)
+        self._own += width
+        return Rows(0, width, self._own - width)
 
     def product(
         self,
@@ -113,7 +139,7 @@ class Sequence:
                 adds=adds,
                 factor=factor,
             )
-            self._add(call, x=x, out=out, first=first)
+            self._add(call, _ROWS, x=x, out=(out, first))
             first += part.shape[0]
 
     def norm(
@@ -126,55 +152,132 @@ class Sequence:
         eps: float,
         *,
         adds: bool = False,
+        heads: int = 1,
+        first: int = 0,
     ) -> None:
-        """Norm rows. weight: [width], float32; see `host.h`. Raises ValueError."""
+        """Norm rows, or heads of them, each as wide as the weight.
+
+        weight: [width], float32; see `host.h`
+        first: column of the first head, in x and in `out`
+
+        Raises ValueError.
+        """
+        width = weight.shape[0]
         require(
             "Sequence.norm",
-            _is_vector(weight, x.width) and out.width == x.width,
+            _is_vector(weight, width)
+            and out.width == x.width
+            and 0 <= first <= x.width - heads * width,
             x=x,
             out=out,
             weight=weight,
+            heads=heads,
+            first=first,
         )
         call = Norm(
             weight=weight.data_ptr(),
             format=_F32,
             out_format=_F32,
             kind=kind,
-            heads=1,
-            width=x.width,
+            heads=heads,
+            width=width,
             x_row=x.width,
+            x_head=width,
             out_row=out.width,
+            out_head=width,
             adds=adds,
             eps=eps,
             offset=offset,
             factor=1.0,
         )
-        self._add(call, x=x, out=out)
+        self._add(call, _ROWS, x=(x, first), out=(out, first))
 
     def gated(self, x: Rows, out: Rows, operation: Operation) -> None:
         """Multiply up projections by their activated gates, which come first in x."""
         call = Gate(format=_F32, operation=operation, width=out.width, x_row=x.width)
-        self._add(call, x=x, out=out)
+        self._add(call, _ROWS, x=x, out=out)
 
-    def run(self, *given: torch.Tensor) -> None:
-        """Make the calls. given: contiguous float32 rows [rows, width], 1 to FEW_ROWS of them"""
+    def attention(
+        self, qkv: Rows, out: Rows, heads: int, kv_heads: int, head_dim: int
+    ) -> None:
+        """Rotate queries and keys, write keys and values to those that a run is given, and attend.
+
+        qkv: queries, keys and values; see `attend_dense`
+        out: columns of the heads, one after the other
+
+        Raises ValueError.
+        """
+        require(
+            "Sequence.attention",
+            0 < kv_heads
+            and heads % kv_heads == 0
+            and 0 < head_dim <= MOST_HEAD_DIM
+            and qkv.width == (heads + 2 * kv_heads) * head_dim
+            and out.width == heads * head_dim
+            and self._attention is None,
+            qkv=qkv,
+            out=out,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+        )
+        group, splits = heads // kv_heads, parts(kv_heads)
+        rope = Rope(
+            format=_F32,
+            heads=heads + 2 * kv_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            x_row=qkv.width,
+            x_head=head_dim,
+        )
+        attention = Attention(
+            heads=kv_heads,
+            head_dim=head_dim,
+            splits=splits,
+            fresh=True,
+            query_row=head_dim,
+            scale=head_dim**-0.5,
+        )
+        merge = Merge(
+            attention=ctypes.addressof(attention), out_head=head_dim, out_token=out.width
+        )
+        query = self.own(heads * head_dim)
+        self._add(rope, {"tokens": 1}, x=qkv, out=query)
+        self._add(
+            attention,
+            {"rows": group, "query_head": group * head_dim},
+            query=query,
+            acc=self.own(splits * heads * head_dim),
+            peak=self.own(splits * heads),
+            total=self.own(splits * heads),
+        )
+        self._add(merge, {"tokens": 1}, out=out)
+        self._attention = rope, attention
+
+    def run(
+        self,
+        *given: torch.Tensor,
+        keys: DenseKeys | None = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        visible: torch.Tensor | None = None,
+    ) -> None:
+        """Make the calls.
+
+        given: contiguous float32 rows [rows, width], 1 to FEW_ROWS of them
+        keys, rotation, visible: as for `attend_dense`, if there is an attention
+        """
         if self._calls is None:
-            self._calls = (Call * len(self._structs))(
-                *(Call(_KINDS[type(each)], ctypes.addressof(each)) for each in self._structs)
-            )
+            self._calls = self._closed()
         rows = given[0].shape[0]
-        own = torch.empty(rows * sum(self._own), dtype=torch.float32, device="cpu")
-        starts, start = [], own.data_ptr()
-        for width in self._own:
-            starts.append(start)
-            start += rows * width * _SIZE
-        addresses = [each.data_ptr() for each in given]
-        for call in self._structs:
-            call.rows = rows
-        for call, field, operand, first in self._places:
-            base = addresses if operand.given else starts
-            setattr(call, field, base[operand.index] + first)
-        library().triforce_sequence(self._calls, len(self._calls), torch.get_num_threads())
+        # The kernel reads these by their addresses.
+        kept = self._place(rows, keys, rotation, visible) if self._attention else None
+        own = torch.empty(rows * self._own, dtype=torch.float32, device="cpu")
+        bases = (ctypes.c_void_p * (len(given) + 1))(
+            own.data_ptr(), *(each.data_ptr() for each in given)
+        )
+        threads = torch.get_num_threads()
+        library().triforce_sequence(ctypes.byref(self._calls), bases, rows, threads)
+        del kept
 
     def fits(self, *given: torch.Tensor) -> bool:
         """Return whether a run takes these tensors of a CPU, which may be the first ones alone."""
@@ -184,14 +287,78 @@ class Sequence:
             for each, width in zip(given, self._given, strict=False)
         )
 
-    def _add(self, call: Product | Norm | Gate, *, x: Rows, out: Rows, first: int = 0) -> None:
-        """first: the first column of `out` that is written"""
+    def reads(self, keys: DenseKeys) -> bool:
+        """Return whether an attention of a run may be to these keys of a CPU."""
+        return (
+            keys.key.dtype == torch.float32
+            and keys.scale is None
+            and not isinstance(keys.start, torch.Tensor)
+        )
+
+    def _place(
+        self,
+        rows: int,
+        keys: DenseKeys,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        visible: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Describe the keys of a run. Return what must exist during the run."""
+        rope, attention = self._attention
+        key, value, start = keys.key, keys.value, keys.start
+        end, drafted = start + rows, rows if visible is None else visible.shape[1]
+        require(
+            "Sequence.run",
+            0 <= start <= key.shape[1] - rows and rows <= drafted <= end,
+            key=key,
+            start=start,
+            rows=rows,
+            visible=visible,
+        )
+        cos, sin = (each.contiguous() for each in rotation)
+        rope.cos, rope.sin, rope.start = cos.data_ptr(), sin.data_ptr(), start
+        rope.key, rope.value = key.data_ptr(), value.data_ptr()
+        rope.key_head, rope.key_row = key.stride()[:2]
+        rope.value_head, rope.value_row = value.stride()[:2]
+        window = keys.window or 0
+        hidden = unseen(end, drafted, window) if window else 0
+        describe_keys(attention, key[None, :, hidden:end], value[None, :, hidden:end], hidden + keys.first)
+        describe_own(attention, rows, window if window < end else 0, visible)
+        return cos, sin, *(() if visible is None else (visible,))
+
+    def _closed(self) -> Calls:
+        """Return the description of all calls."""
+        calls = (Call * len(self._structs))(
+            *(Call(_KINDS[type(each)], ctypes.addressof(each)) for each in self._structs)
+        )
+        places = (Place * len(self._places))(*self._places)
+        counts = (Count * len(self._counts))(*self._counts)
+        self._kept += calls, places, counts
+        addresses = (ctypes.addressof(each) for each in (calls, places, counts))
+        return Calls(*addresses, len(calls), len(places), len(counts))
+
+    def _add(
+        self,
+        call: ctypes.Structure,
+        counts: Mapping[str, int],
+        **rows: Rows | tuple[Rows, int],
+    ) -> None:
+        """counts: fields that are a number of rows, and how many times that number
+        rows: fields that are addresses of rows, with their first column if that is not 0
+        """
         if len(self._structs) == _MOST_CALLS:
             raise ValueError(f"a sequence has at most {_MOST_CALLS} calls")
         if self._calls is not None:
             raise ValueError("a sequence that has run takes no more calls")
         self._structs.append(call)
-        self._places += [(call, "x", x, 0), (call, "out", out, first * _SIZE)]
+        self._counts += (Count(_field(call, name), times) for name, times in counts.items())
+        for name, operand in rows.items():
+            own, first = operand if isinstance(operand, tuple) else (operand, 0)
+            self._places.append(Place(_field(call, name), own.base, own.before, first * _SIZE))
+
+
+def _field(call: ctypes.Structure, name: str) -> int:
+    """Return the address of a field of a structure."""
+    return ctypes.addressof(call) + getattr(type(call), name).offset
 
 
 def _is_vector(tensor: torch.Tensor, width: int) -> bool:

@@ -1,5 +1,5 @@
-"""What the processor's compiled kernels take: the structures of `source/host.h` and of
-`source/experts.c`.
+"""What the processor's compiled kernels take: the structures of `source/host.h`,
+`source/experts.c` and `source/sequence.c`.
 """
 
 from __future__ import annotations
@@ -92,6 +92,15 @@ class Attention(ctypes.Structure):
     )
 
 
+class Merge(ctypes.Structure):
+    """`Merge` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("attention", "out", "lse")),
+        *((name, _Long) for name in ("tokens", "out_head", "out_token")),
+    )
+
+
 class KVBlock(ctypes.Structure):
     """`KVBlock` of `source/host.h`."""
 
@@ -114,9 +123,30 @@ class Norm(ctypes.Structure):
 
 
 class Call(ctypes.Structure):
-    """`Call` of `source/layer.c`."""
+    """`Call` of `source/sequence.c`."""
 
     _fields_ = (("kind", _Long), ("job", _Address))
+
+
+class Place(ctypes.Structure):
+    """`Place` of `source/sequence.c`."""
+
+    _fields_ = (("field", _Address), *((name, _Long) for name in ("base", "columns", "bytes")))
+
+
+class Count(ctypes.Structure):
+    """`Count` of `source/sequence.c`."""
+
+    _fields_ = (("field", _Address), ("times", _Long))
+
+
+class Calls(ctypes.Structure):
+    """`Calls` of `source/sequence.c`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("calls", "places", "counts")),
+        *((name, _Long) for name in ("call_count", "place_count", "count_count")),
+    )
 
 
 class Rope(ctypes.Structure):
@@ -155,6 +185,10 @@ STRUCTURES = (
         Norm,
         Gate,
         Call,
+        Calls,
+        Count,
+        Merge,
+        Place,
         Rope,
         Rule,
     ),

@@ -112,9 +112,9 @@ def test_what_a_sequence_does_not_take() -> None:
     ):
         assert not calls.fits(wrong), wrong.shape
     gate_up, rows = calls.own(2 * WIDTH), calls.own(WIDTH)
-    for _ in range(10):
+    for _ in range(18):
         calls.gated(gate_up, rows, Operation.SILU)
-    with pytest.raises(ValueError, match="at most 16 calls"):
+    with pytest.raises(ValueError, match="at most 24 calls"):
         calls.gated(gate_up, rows, Operation.SILU)
 
 

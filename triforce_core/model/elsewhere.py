@@ -66,6 +66,9 @@ class CacheElsewhere:
         """Cache.attend_window."""
         return self._attended(self._cache.attend_window, layer, qkv, batch, softmax)
 
+    def dense(self, layer: int, batch: ForwardBatch, *, has_window: bool = False) -> None:
+        """Cache.dense: keys are on the device, and the layer is not."""
+
     def convolve(
         self,
         layer: int,

@@ -242,10 +242,13 @@ class Model:
 
         mixes: input of the mixer, if it is not `hidden`
         """
-        mixes = hidden if mixes is None else mixes
-        mixer = self._mixers[index]
-        # No temporary has a name here, which would keep it longer than it is needed.
-        self._add(index, w, hidden, mixer(w, self._projected(index, w, mixes), cache, batch))
+        whole = self._fused(index, w).whole
+        alone = mixes is None and self.ranks.count == 1
+        if not (whole and alone and whole.run(hidden, cache, batch)):
+            mixes = hidden if mixes is None else mixes
+            mixer = self._mixers[index]
+            # No temporary has a name here, which would keep it longer than it is needed.
+            self._add(index, w, hidden, mixer(w, self._projected(index, w, mixes), cache, batch))
         if self.config.layers[index].output_scale:
             hidden *= w["output_scale"]
 
@@ -272,9 +275,10 @@ class Model:
             hidden += self._added(spec, w.get("mlp_norm"), self.ranks.sum(computed))
 
     def _fused(self, index: int, w: Views) -> FusedLayer:
-        """Return the computations around the mixer that a processor makes at once."""
+        """Return the computations of a layer that a processor makes at once."""
         if w.prepared is None:
-            w.prepared = FusedLayer.of(self.config.layers[index], self._norm, w)
+            place = self.config.kv_places[index]
+            w.prepared = FusedLayer.of(self.config.layers[index], self._norm, w, place)
         return w.prepared
 
     def _added(

@@ -346,31 +346,35 @@ static void attend(const Attention *a, int64_t head, int64_t split) {
     }
 }
 
-/* Merges the splits of some rows: out [rows, head_dim] and the log-sum-exps [rows]. The states of a
-   row are `stride` rows apart. Rows that saw no key get 0 and -inf. */
-static void merge(State state, int64_t splits, int64_t stride, int64_t rows, int64_t dim,
-                  float *out, float *lse) {
-    for (int64_t row = 0; row < rows; row++, out += dim) {
-        float peak = -INFINITY, total = 0;
-        for (int64_t s = 0; s < splits; s++)
-            if (state.peak[s * stride + row] > peak) peak = state.peak[s * stride + row];
-        for (int64_t i = 0; i < dim; i++) out[i] = 0;
-        for (int64_t s = 0; s < splits; s++) {
-            int64_t at = s * stride + row;
-            if (state.peak[at] == -INFINITY) continue;
-            float share = expf(state.peak[at] - peak);
-            total += state.total[at] * share;
-            for (int64_t i = 0; i < dim; i++) out[i] += state.acc[at * dim + i] * share;
-        }
-        for (int64_t i = 0; total != 0 && i < dim; i++) out[i] /= total;
-        lse[row] = total != 0 ? logf(total) + peak : -INFINITY;
+/* Merges the splits of a row, whose states are `stride` rows apart: out [head_dim]. Returns its
+   log-sum-exp. A row that saw no key gets 0 and -inf. */
+static float merge_row(State state, int64_t splits, int64_t stride, int64_t dim, float *out) {
+    float peak = -INFINITY, total = 0;
+    for (int64_t s = 0; s < splits; s++)
+        if (state.peak[s * stride] > peak) peak = state.peak[s * stride];
+    for (int64_t i = 0; i < dim; i++) out[i] = 0;
+    for (int64_t s = 0; s < splits; s++) {
+        int64_t at = s * stride;
+        if (state.peak[at] == -INFINITY) continue;
+        float share = expf(state.peak[at] - peak);
+        total += state.total[at] * share;
+        for (int64_t i = 0; i < dim; i++) out[i] += state.acc[at * dim + i] * share;
     }
+    for (int64_t i = 0; total != 0 && i < dim; i++) out[i] /= total;
+    return total != 0 ? logf(total) + peak : -INFINITY;
 }
 
-static void merge_all(const Attention *a, float *out, float *lse) {
-    int64_t rows = a->heads * a->rows;
-    State state = {a->acc, a->peak, a->total};
-    merge(state, a->splits, rows, rows, a->head_dim, out, lse);
+static void merge(const Merge *m, int64_t first, int64_t end) {
+    const Attention *a = m->attention;
+    int64_t dim = a->head_dim, heads_of_head = a->rows / m->tokens;
+    for (int64_t i = first; i < end; i++) {
+        int64_t head = i / a->rows, row = i % a->rows;
+        float *out = m->out + (head * heads_of_head + row / m->tokens) * m->out_head;
+        State state = {a->acc + i * dim, a->peak + i, a->total + i};
+        float lse = merge_row(state, a->splits, a->heads * a->rows, dim,
+                              out + row % m->tokens * m->out_token);
+        if (m->lse) m->lse[i] = lse;
+    }
 }
 
 /* The whole attention of MOST_QUERIES rows of a head from row `first_row`, with states of its own:
@@ -380,10 +384,12 @@ static void attend_whole(const Attention *a, int64_t head, int64_t first_row, fl
     int64_t left = a->rows - first_row, rows = left < MOST_QUERIES ? left : MOST_QUERIES;
     int64_t all = a->splits * rows, dim = a->head_dim, place = head * a->rows + first_row;
     float acc[all * dim], peak[all], total[all];
-    State state = {acc, peak, total};
     for (int64_t s = 0; s < a->splits; s++) {
         State own = {acc + s * rows * dim, peak + s * rows, total + s * rows};
         attend_rows(a, head, s, first_row, rows, own);
     }
-    merge(state, a->splits, rows, rows, dim, out + place * dim, lse + place);
+    for (int64_t r = 0; r < rows; r++) {
+        State one = {acc + r * dim, peak + r, total + r};
+        lse[place + r] = merge_row(one, a->splits, rows, dim, out + (place + r) * dim);
+    }
 }

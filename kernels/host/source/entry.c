@@ -26,12 +26,11 @@ enum { COUNT = sizeof MAKES / sizeof *MAKES };
 const Kernels *kernels = &kernels_plain;
 
 /* The version of this interface (`library.py`). */
-EXPORT int triforce_version(void) { return 3; }
+EXPORT int triforce_version(void) { return 4; }
 
 /* Sizes of structures, for a check against those of `structures.py`. */
 EXPORT int triforce_size_of_weight(void) { return sizeof(Weight); }
 EXPORT int triforce_size_of_product(void) { return sizeof(Product); }
-EXPORT int triforce_size_of_attention(void) { return sizeof(Attention); }
 
 /* Returns the name of the `index`th make that runs here, or NULL; the best one is the first. */
 EXPORT const char *triforce_make(int index) {
@@ -89,37 +88,6 @@ static void decoded_part(const void *job, int64_t first, int64_t end) {
 EXPORT void triforce_decode(const Weight *weight, int64_t rows, float *out, int threads) {
     Decoded d = {weight, out};
     divide(decoded_part, &d, rows, rows_at_once(weight->columns), threads);
-}
-
-static void attention_part(const void *job, int64_t first, int64_t end) {
-    const Attention *a = job;
-    for (int64_t i = first; i < end; i++) kernels->attend(a, i / a->splits, i % a->splits);
-}
-
-/* Attends, if there are keys. Then merges the splits of the state, if `out` is given: out [heads,
-   rows, head_dim] and the log-sum-exps [heads, rows]. */
-EXPORT void triforce_attend(const Attention *a, float *out, float *lse, int threads) {
-    if (a->blocks > 0 && a->tokens > 0) divide(attention_part, a, a->heads * a->splits, 1, threads);
-    if (out) kernels->merge(a, out, lse);
-}
-
-typedef struct {
-    const Attention *attention;
-    float *out, *lse;
-} Whole;
-
-static void whole_part(const void *job, int64_t first, int64_t end) {
-    const Whole *w = job;
-    int64_t parts = (w->attention->rows + MOST_QUERIES - 1) / MOST_QUERIES;
-    for (int64_t i = first; i < end; i++)
-        kernels->attend_whole(w->attention, i / parts, i % parts * MOST_QUERIES, w->out, w->lse);
-}
-
-/* Attends and merges, with the bits of `triforce_attend` but without a state: threads share the rows
-   instead of the keys. */
-EXPORT void triforce_attend_whole(const Attention *a, float *out, float *lse, int threads) {
-    Whole whole = {a, out, lse};
-    divide(whole_part, &whole, a->heads * ((a->rows + MOST_QUERIES - 1) / MOST_QUERIES), 1, threads);
 }
 
 typedef struct {

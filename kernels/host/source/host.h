@@ -78,6 +78,17 @@ typedef struct {
     float scale;
 } Attention;
 
+/* Merges the splits of the state of an attention. Row r of head h gives head h * rows / tokens + r /
+   tokens of token r % tokens.
+
+   out: `out_head` and `out_token` numbers from a head or a token to the next
+   lse: the log-sum-exps [heads, rows]; NULL for none */
+typedef struct {
+    const Attention *attention;
+    float *out, *lse;
+    int64_t tokens, out_head, out_token;
+} Merge;
+
 /* A split block of keys and values, of `heads` heads of keys and of values together: high [heads,
    tokens, head_dim], low [heads, tokens, head_dim / 2], base [heads, head_dim], and exceptions at
    `room` places of the block; decoded to out, bfloat16.
@@ -155,7 +166,7 @@ typedef struct {
    decode: writes `count` columns of a row from column `first`, both multiples of 256 or the last
    decode_kv: decodes rows `first` to `end` of the heads of a block, without exceptions
    attend: computes one split of one head
-   merge: merges all splits
+   merge: merges all splits of rows `first` to `end` of all heads together
    attend_whole: both for MOST_QUERIES rows of one head, without a state
    delta: computes all rows of one value head, with room for states
    norm, gated, rope: compute rows `first` to `end`
@@ -168,7 +179,7 @@ typedef struct {
     void (*decode)(const Weight *, int64_t row, int64_t first, int64_t count, float *out);
     void (*decode_kv)(const KVBlock *, int64_t first, int64_t end);
     void (*attend)(const Attention *, int64_t head, int64_t split);
-    void (*merge)(const Attention *, float *out, float *lse);
+    void (*merge)(const Merge *, int64_t first, int64_t end);
     void (*attend_whole)(const Attention *, int64_t head, int64_t first_row, float *out,
                          float *lse);
     void (*delta)(const Rule *, int64_t head, float *states);

@@ -35,27 +35,13 @@ static void rope_part(const void *job, int64_t first, int64_t end) {
     kernels->rope(job, first, end);
 }
 
-EXPORT void triforce_rope(const Rope *p, int threads) {
-    divide(rope_part, p, p->tokens, rows_at_once(p->heads * p->head_dim), threads);
+Task rope_task(const Rope *p) {
+    return (Task){rope_part, p, p->tokens, rows_at_once(p->heads * p->head_dim)};
 }
 
-/* One of several calls: `job` is a Product, a Norm or a Gate. */
-enum { CALL_PRODUCT, CALL_NORM, CALL_GATED };
-typedef struct {
-    int64_t kind;
-    const void *job;
-} Call;
-
-/* Makes at most MOST_TASKS calls, each after the one before it. */
-EXPORT void triforce_sequence(const Call *calls, int64_t count, int threads) {
-    Task tasks[MOST_TASKS];
-    for (int64_t i = 0; i < count; i++) {
-        const Call *call = calls + i;
-        tasks[i] = call->kind == CALL_PRODUCT ? product_task(call->job, threads)
-                   : call->kind == CALL_NORM  ? norm_task(call->job)
-                                              : gated_task(call->job);
-    }
-    divide_all(tasks, (int)count, threads);
+EXPORT void triforce_rope(const Rope *p, int threads) {
+    Task task = rope_task(p);
+    divide_all(&task, 1, threads);
 }
 
 EXPORT void triforce_map(int64_t operation, const float *x, float *out, int64_t count) {
@@ -64,6 +50,5 @@ EXPORT void triforce_map(int64_t operation, const float *x, float *out, int64_t 
 
 /* For checks against `library.py`. */
 EXPORT int triforce_size_of_norm(void) { return sizeof(Norm); }
-EXPORT int triforce_size_of_call(void) { return sizeof(Call); }
 EXPORT int triforce_size_of_gate(void) { return sizeof(Gate); }
 EXPORT int triforce_size_of_rope(void) { return sizeof(Rope); }

@@ -19,12 +19,15 @@ void divide(Part part, const void *job, int64_t count, int64_t step, int threads
 
 /* Computes `count` tasks, at most MOST_TASKS, one after the other. Helpers are called once, and threads
    wait for one another by asking again and again. */
-enum { MOST_TASKS = 16 };
+enum { MOST_TASKS = 24 };
 void divide_all(const Task *tasks, int count, int threads);
 
 Task product_task(const Product *p, int threads);
 Task norm_task(const Norm *p);
 Task gated_task(const Gate *p);
+Task rope_task(const Rope *p);
+Task attention_task(const Attention *a);
+Task merge_task(const Merge *m);
 
 /* How many rows of this width are worth a part of their own. */
 int64_t rows_at_once(int64_t columns);

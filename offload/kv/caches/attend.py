@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from triforce_kernels.attention.attention import PLAIN, Softmax, masses, merge, with_sinks
-from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
+from triforce_kernels.attention.dense import DenseKeys, attend_dense
+from triforce_kernels.attention.streaming import Running, attend_blocks, attend_tail
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
@@ -58,19 +59,16 @@ class PassCache:
         softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
-        store = self._store
+        dense = self.dense(layer, batch)
+        if dense is not None and batch.visible is None:
+            # A sequence that fills no block has nothing to merge.
+            return attend_dense(dense, qkv, batch.rotation, softmax)
+        store, scores = self._store, self._scores
         keys, values = store.room(layer, batch.end)
         end = store.tail_length + batch.end
         query = rope_into(qkv, *batch.rotation, keys, values, store.tail_length + batch.first)
         self._batch = batch
         locations = store.locations(layer)
-        scores = self._scores
-        if not locations and scores is None and batch.visible is None:
-            # A sequence that fills no block has nothing to merge.
-            rows = query.reshape(store.shape.kv_heads, -1, query.shape[2])
-            start = end - batch.rows
-            part = attend_cache(rows, keys, values, batch.rows, start, cap=softmax.cap)
-            return with_sinks(part, softmax.sinks).reshape(query.shape)
         seen = len(locations) * store.shape.block_tokens + end
         attention = PassAttention(query, store.shape.kv_heads, scores, seen, softmax)
         elsewhere = self._processor.blocks(store, layer) if self._processor else range(0)
@@ -89,6 +87,20 @@ class PassCache:
                 attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
                 store.settle(layer, index, block)
         return attention.end(layer, keys[:, :end], values[:, :end], batch.visible)
+
+    def dense(
+        self, layer: int, batch: ForwardBatch, *, has_window: bool = False
+    ) -> DenseKeys | None:
+        """Cache.dense: full attention only of a sequence that fills no block."""
+        store, windows = self._store, self._recent.windows
+        if has_window:
+            found = windows.dense(layer, batch, windows.end)
+        elif self._scores is not None or store.locations(layer):
+            return None
+        else:
+            found = DenseKeys(*store.room(layer, batch.end), store.tail_length + batch.first)
+        self._batch = batch
+        return found
 
     def attend_window(
         self,

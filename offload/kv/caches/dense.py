@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
-from triforce_kernels.attention.streaming import attend_cache
-from triforce_kernels.layer import rope_into
+from triforce_kernels.attention.attention import PLAIN, Softmax
+from triforce_kernels.attention.dense import DenseKeys, attend_dense
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import ForwardBatch
@@ -56,9 +55,23 @@ class DenseKV:
         softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend."""
+        keys = self.dense(layer, batch)
+        return attend_dense(keys, qkv, batch.rotation, softmax, batch.visible)
+
+    def dense(self, layer: int, batch: ForwardBatch, *, has_window: bool = False) -> DenseKeys:
+        """Cache.dense."""
+        if has_window:
+            return self.recent.stores.windows.dense(layer, batch, self.recent.windows_end)
         if self.end + batch.end > self.capacity:
             raise RuntimeError(f"{self.end + batch.end} tokens in a cache of {self.capacity}")
-        return self.attend_at(layer, qkv, self.end + batch.first, batch, softmax)
+        return self.dense_at(layer, self.end + batch.first)
+
+    def dense_at(self, layer: int, start: int | torch.Tensor) -> DenseKeys:
+        """Return the keys of a layer for rows that go to `start`, a number or [1] int64 on the
+        device. The caller makes sure that there is room.
+        """
+        keys, values = self.rows[layer]
+        return DenseKeys(keys, values, start)
 
     def attend_window(
         self,
@@ -89,26 +102,6 @@ class DenseKV:
     def has_room(self, rows: int) -> bool:
         """Whether a forward may write `rows` rows after the end."""
         return self.recent.has_room(rows) and self.end + rows <= self.capacity
-
-    def attend_at(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        start: int | torch.Tensor,
-        batch: ForwardBatch,
-        softmax: Softmax = PLAIN,
-    ) -> torch.Tensor:
-        """Cache.attend with rows written after `start`, a number or [1] int64 on the device. The
-        caller makes sure that there is room.
-        """
-        keys, values = self.rows[layer]
-        query = rope_into(qkv, *batch.rotation, keys, values, start)
-        heads, tokens, head_dim = query.shape
-        rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
-        part = attend_cache(
-            rows, keys, values, tokens, start, visible=batch.visible, cap=softmax.cap
-        )
-        return with_sinks(part, softmax.sinks).reshape(query.shape)
 
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
         """Copy chunks of `chunk` tokens to their slots, the first of which is at token 0.
@@ -170,7 +163,8 @@ class FixedDense:
         softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend."""
-        return self._kv.attend_at(layer, qkv, self._end, batch, softmax)
+        keys = self._kv.dense_at(layer, self._end)
+        return attend_dense(keys, qkv, batch.rotation, softmax, batch.visible)
 
     def attend_window(
         self,
@@ -181,6 +175,9 @@ class FixedDense:
     ) -> torch.Tensor:
         """Cache.attend_window."""
         return self._stores.windows.attend(layer, qkv, batch, self._windows_end, softmax)
+
+    def dense(self, layer: int, batch: ForwardBatch, *, has_window: bool = False) -> None:
+        """Cache.dense: the caller does not know where rows go."""
 
     def convolve(
         self,

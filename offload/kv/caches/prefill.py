@@ -90,6 +90,9 @@ class PrefillCache:
         """Cache.attend_window."""
         return self._windows.attend(layer, qkv, batch, softmax)
 
+    def dense(self, layer: int, batch: ForwardBatch, *, has_window: bool = False) -> None:
+        """Cache.dense: the keys are a prompt's, and go to the store afterwards."""
+
     def convolve(
         self,
         layer: int,

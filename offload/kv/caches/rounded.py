@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
-from triforce_kernels.attention.streaming import attend_cache
+from triforce_kernels.attention.dense import DenseKeys
 from triforce_kernels.kv.rounding import round_chunks, rounded, scale_of
-from triforce_kernels.layer import rope_into
-from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.gather import Reader
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
@@ -93,23 +90,9 @@ class RoundedKV(DenseKV):
             self._measured = True
         super().write(start, rounded(keys_values, self.scale.unsqueeze(3)))
 
-    def attend_at(
-        self,
-        layer: int,
-        qkv: torch.Tensor,
-        start: int | torch.Tensor,
-        batch: ForwardBatch,
-        softmax: Softmax = PLAIN,
-    ) -> torch.Tensor:
-        """DenseKV.attend_at."""
-        (keys, values), scale = self.rows[layer], self.scale[layer]
-        query = rope_into(qkv, *batch.rotation, keys, values, start, scale)
-        rows = query.reshape(keys.shape[0], -1, query.shape[2])
-        part = attend_cache(
-            rows, keys, values, batch.rows, start, visible=batch.visible, cap=softmax.cap
-        )
-        torch.mul(part.out, scale[1].unsqueeze(1), out=part.out)
-        return with_sinks(part, softmax.sinks).reshape(query.shape)
+    def dense_at(self, layer: int, start: int | torch.Tensor) -> DenseKeys:
+        """DenseKV.dense_at."""
+        return super().dense_at(layer, start)._replace(scale=self.scale[layer])
 
     def close(self) -> None:
         super().close()

@@ -45,6 +45,9 @@ class SequenceCaches:
         parts = self._parts(qkv, batch)
         return torch.cat([cache.attend_window(layer, *part, softmax) for cache, *part in parts], 1)
 
+    def dense(self, layer: int, batch: ForwardBatch, *, has_window: bool = False) -> None:
+        """Cache.dense: each sequence has its own keys."""
+
     def convolve(
         self,
         layer: int,

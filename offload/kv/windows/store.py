@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
-from triforce_kernels.attention.streaming import attend_cache
-from triforce_kernels.layer import rope_into
+from triforce_kernels.attention.attention import PLAIN, Softmax
+from triforce_kernels.attention.dense import DenseKeys, attend_dense
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent.marks import Mark
 from triforce_offload.kv.recent.store import RecentStore
@@ -47,26 +46,16 @@ class WindowStore(RecentStore):
         end: index of the row of the whole batch's first token, a number or [1] int64 on the device
         Raises RuntimeError if there is no room.
         """
-        on_device = isinstance(end, torch.Tensor)
-        if not on_device:
+        keys = self.dense(layer, batch, end)
+        return attend_dense(keys, qkv, batch.rotation, softmax, batch.visible)
+
+    def dense(self, layer: int, batch: ForwardBatch, end: int | torch.Tensor) -> DenseKeys:
+        """Cache.dense. end: as for `attend`. Raises RuntimeError if there is no room."""
+        if not isinstance(end, torch.Tensor):
             self.check_room(end + batch.end)
+            end += batch.first
         keys, values = self.rows[layer]
-        start = end if on_device else end + batch.first
-        query = rope_into(qkv, *batch.rotation, keys, values, start)
-        heads, tokens, head_dim = query.shape
-        packed = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
-        part = attend_cache(
-            packed,
-            keys,
-            values,
-            tokens,
-            start,
-            self.shape.window,
-            first=self.start,
-            visible=batch.visible,
-            cap=softmax.cap,
-        )
-        return with_sinks(part, softmax.sinks).reshape(query.shape)
+        return DenseKeys(keys, values, end, self.start, self.shape.window)
 
     def move(self, end: int, rows: Sequence[int]) -> None:
         """RecentStore.move."""

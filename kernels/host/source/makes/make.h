@@ -28,6 +28,6 @@ static uint64_t sum(const uint64_t *numbers, int64_t count) {
 #define NAMED(name) JOINED(kernels_, name)
 
 const Kernels NAMED(NAME) = {
-    TEXT_OF(NAME), runs_here, product, decode, decode_kv, attend, merge_all, attend_whole,
+    TEXT_OF(NAME), runs_here, product, decode, decode_kv, attend, merge, attend_whole,
     delta,         norm,      gated,   rope,   map,       sum,
 };
