@@ -27,9 +27,7 @@ static void widen(const uint8_t *at, int64_t stride, int64_t format, int64_t cou
                   int64_t width, float *out) {
     for (int64_t t = 0; t < count; t++, at += stride, out += width) {
         int64_t i = 0;
-        if (format == F16) decode_f16(at, dim, out), i = dim;
-        else if (format == BF16) decode_bf16(at, dim, out), i = dim;
-        else if (format == F32) memcpy(out, at, dim * 4), i = dim;
+        if (format != INT8) decode_dense(format, at, dim, out), i = dim;
         else {
             for (; i + W <= dim; i += W) store(out + i, floats(signed_bytes(at + i)));
             for (; i < dim; i++) out[i] = (int8_t)at[i];

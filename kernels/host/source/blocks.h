@@ -2,21 +2,43 @@
    bit for bit that of `triforce_kernels.weights.blocks.reference_decode`: products and sums round
    one after the other.
 
-   A function decodes `count` numbers, whole blocks, from an address. */
+   A function decodes one block, whose numbers are columns from `c`, in their order. Of long blocks it
+   decodes a part of 32, with the scales of the whole block. */
 #pragma once
 
 #include "host.h"
 #include "vectors.h"
 
-/* out = scale * number, for 16 signed bytes. */
-INLINE void scaled(bytes16 numbers, vf scale, float *out) {
-    for (int i = 0; i < 16 / W; i++) store(out + i * W, scale * floats(signed_part(numbers, i)));
+/* What becomes of the decoded numbers of a row of a weight: they are stored in `out`, or, if it
+   `multiplies`, which is a constant wherever this is inlined, their products with the numbers of x are
+   added to `sums`. */
+typedef struct {
+    int multiplies;
+    float *out;
+    const float *x;
+    vf sums;
+} Sink;
+
+/* W numbers from column `i`. */
+INLINE void put(Sink *to, int64_t i, vf numbers) {
+    if (to->multiplies) to->sums = fma_of(load(to->x + i), numbers, to->sums);
+    else store(to->out + i, numbers);
 }
 
-/* out = scale * number + offset, for 16 unsigned bytes. */
-INLINE void scaled_and_moved(bytes16 numbers, vf scale, vf offset, float *out) {
-    for (int i = 0; i < 16 / W; i++)
-        store(out + i * W, scale * floats(unsigned_part(numbers, i)) + offset);
+/* scale * number, for 16 signed bytes. */
+INLINE void put_scaled(Sink *to, int64_t i, bytes16 numbers, vf scale) {
+    for (int j = 0; j < 16 / W; j++) put(to, i + j * W, scale * floats(signed_part(numbers, j)));
+}
+
+/* scale * number + offset, for 16 unsigned bytes. */
+INLINE void put_moved(Sink *to, int64_t i, bytes16 numbers, vf scale, vf offset) {
+    for (int j = 0; j < 16 / W; j++)
+        put(to, i + j * W, scale * floats(unsigned_part(numbers, j)) + offset);
+}
+
+/* The scales of a block: scale * number, for 16 signed bytes. */
+INLINE void scaled(bytes16 numbers, vf scale, float *out) {
+    for (int i = 0; i < 16 / W; i++) store(out + i * W, scale * floats(signed_part(numbers, i)));
 }
 
 /* What numbers of up to 4 bits stand for: scale * level + offset. With 16 lanes it is a vector from
@@ -26,9 +48,9 @@ typedef vf Table;
 INLINE Table table_of(const int8_t *levels, vf scale, vf offset) {
     return scale * floats(signed_bytes((const uint8_t *)levels)) + offset;
 }
-INLINE void put_chosen(Table table, bytes16 bytes, int shift, float *out) {
+INLINE void put_chosen(Sink *to, int64_t i, Table table, bytes16 bytes, int shift) {
     __m512i index = (__m512i)(unsigned_part(bytes, 0) >> shift);
-    store(out, (vf)_mm512_permutexvar_ps(index, (__m512)table));
+    put(to, i, (vf)_mm512_permutexvar_ps(index, (__m512)table));
 }
 #else
 typedef struct {
@@ -38,10 +60,10 @@ typedef struct {
 INLINE Table table_of(const int8_t *levels, vf scale, vf offset) {
     return (Table){load_bytes((const uint8_t *)levels), scale, offset};
 }
-INLINE void put_chosen(Table table, bytes16 bytes, int shift, float *out) {
+INLINE void put_chosen(Sink *to, int64_t i, Table table, bytes16 bytes, int shift) {
     bytes16 levels = look_up(table.levels, bytes >> shift & 15);
-    for (int i = 0; i < 16 / W; i++)
-        store(out + i * W, table.scale * floats(signed_part(levels, i)) + table.offset);
+    for (int j = 0; j < 16 / W; j++)
+        put(to, i + j * W, table.scale * floats(signed_part(levels, j)) + table.offset);
 }
 #endif
 
@@ -56,10 +78,10 @@ static const int8_t IQ4_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 static const int8_t FP4_DOUBLED[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 /* 32 numbers: those in the low 4 bits of 16 bytes, then those in the high 4 bits. */
-INLINE void put_both(Table table, const uint8_t *at, float *out) {
+INLINE void put_both(Sink *to, int64_t i, Table table, const uint8_t *at) {
     bytes16 both = load_bytes(at);
-    put_chosen(table, both, 0, out);
-    put_chosen(table, both, 4, out + 16);
+    put_chosen(to, i, table, both, 0);
+    put_chosen(to, i + 16, table, both, 4);
 }
 
 /* 16 in each byte whose bit is set, for bits 0 to 15 or 16 to 31 of the 4 bytes at an address that 12
@@ -72,40 +94,32 @@ INLINE bytes16 fifth_bits(const uint8_t *at, int upper) {
     return (bytes16)((each & bit) == bit) & 16;
 }
 
-static void decode_q4_0(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 32, at += 18, out += 32)
-        put_both(table_of(CENTRED, all(half(at)), all(0)), at + 2, out);
+INLINE void block_q4_0(const uint8_t *at, int64_t c, Sink *to) {
+    put_both(to, c, table_of(CENTRED, all(half(at)), all(0)), at + 2);
 }
 
-static void decode_q4_1(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 32, at += 20, out += 32)
-        put_both(table_of(COUNTED, all(half(at)), all(half(at + 2))), at + 4, out);
+INLINE void block_q4_1(const uint8_t *at, int64_t c, Sink *to) {
+    put_both(to, c, table_of(COUNTED, all(half(at)), all(half(at + 2))), at + 4);
 }
 
-static void decode_q5_0(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 32, at += 22, out += 32) {
-        bytes16 both = load_bytes(at + 6);
-        vf d = all(half(at));
-        scaled(((both & 15) | fifth_bits(at + 2, 0)) - 16, d, out);
-        scaled((both >> 4 | fifth_bits(at + 2, 1)) - 16, d, out + 16);
-    }
+INLINE void block_q5_0(const uint8_t *at, int64_t c, Sink *to) {
+    bytes16 both = load_bytes(at + 6);
+    vf d = all(half(at));
+    put_scaled(to, c, ((both & 15) | fifth_bits(at + 2, 0)) - 16, d);
+    put_scaled(to, c + 16, (both >> 4 | fifth_bits(at + 2, 1)) - 16, d);
 }
 
-static void decode_q5_1(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 32, at += 24, out += 32) {
-        bytes16 both = load_bytes(at + 8);
-        vf d = all(half(at)), m = all(half(at + 2));
-        scaled_and_moved((both & 15) | fifth_bits(at + 4, 0), d, m, out);
-        scaled_and_moved(both >> 4 | fifth_bits(at + 4, 1), d, m, out + 16);
-    }
+INLINE void block_q5_1(const uint8_t *at, int64_t c, Sink *to) {
+    bytes16 both = load_bytes(at + 8);
+    vf d = all(half(at)), m = all(half(at + 2));
+    put_moved(to, c, (both & 15) | fifth_bits(at + 4, 0), d, m);
+    put_moved(to, c + 16, both >> 4 | fifth_bits(at + 4, 1), d, m);
 }
 
-static void decode_q8_0(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 32, at += 34, out += 32) {
-        vf d = all(half(at));
-        scaled(load_bytes(at + 2), d, out);
-        scaled(load_bytes(at + 18), d, out + 16);
-    }
+INLINE void block_q8_0(const uint8_t *at, int64_t c, Sink *to) {
+    vf d = all(half(at));
+    put_scaled(to, c, load_bytes(at + 2), d);
+    put_scaled(to, c + 16, load_bytes(at + 18), d);
 }
 
 INLINE uint32_t word(const uint8_t *at) {
@@ -116,7 +130,7 @@ INLINE uint32_t word(const uint8_t *at) {
 
 /* The 8 scales of Q4_K and Q5_K, then their 8 minima with the opposite sign. They are in 12 bytes of
    6-bit numbers, after two factors. */
-INLINE void k_scales(const uint8_t *at, float *out) {
+INLINE void scales_k(const uint8_t *at, float *out) {
     typedef uint32_t words __attribute__((vector_size(16)));
     uint32_t first = word(at + 4), second = word(at + 8), third = word(at + 12);
     words all_six = {first & 0x3f3f3f3f, (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030),
@@ -129,154 +143,131 @@ INLINE void k_scales(const uint8_t *at, float *out) {
     }
 }
 
-static void decode_q4_k(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 256, at += 144) {
-        float scales[16];
-        k_scales(at, scales);
-        for (int pair = 0; pair < 4; pair++, out += 64) {
-            const float *scale = scales + 2 * pair;
-            Table low = table_of(COUNTED, all(scale[0]), all(scale[8]));
-            Table high = table_of(COUNTED, all(scale[1]), all(scale[9]));
-            for (int i = 0; i < 32; i += 16) {
-                bytes16 both = load_bytes(at + 16 + 32 * pair + i);
-                put_chosen(low, both, 0, out + i);
-                put_chosen(high, both, 4, out + 32 + i);
-            }
-        }
+INLINE void part_q4_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    Table table = table_of(COUNTED, all(scales[part]), all(scales[8 + part]));
+    for (int i = 0; i < 32; i += 16) {
+        bytes16 both = load_bytes(at + 16 + part / 2 * 32 + i);
+        put_chosen(to, c + i, table, both, part % 2 * 4);
     }
 }
 
-static void decode_q5_k(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 256, at += 176) {
-        float scales[16];
-        k_scales(at, scales);
-        bytes16 bits[2] = {load_bytes(at + 16), load_bytes(at + 32)};
-        for (int pair = 0; pair < 4; pair++, out += 64) {
-            vf low = all(scales[2 * pair]), high = all(scales[2 * pair + 1]);
-            vf less = all(scales[8 + 2 * pair]), more = all(scales[9 + 2 * pair]);
-            for (int i = 0; i < 2; i++) {
-                bytes16 both = load_bytes(at + 48 + 32 * pair + 16 * i);
-                scaled_and_moved((both & 15) | (bits[i] & 1) << 4, low, less, out + 16 * i);
-                scaled_and_moved(both >> 4 | (bits[i] & 2) << 3, high, more, out + 32 + 16 * i);
-                bits[i] >>= 2;
-            }
-        }
+/* `count` bits of each byte, from bit `from` on, moved to bit `to`. */
+INLINE bytes16 moved_bits(bytes16 v, int from, int count, int to) {
+    v &= (uint8_t)(((1 << count) - 1) << from);
+    return to > from ? v << (to - from) : v >> (from - to);
+}
+
+INLINE void part_q5_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    vf scale = all(scales[part]), offset = all(scales[8 + part]);
+    for (int i = 0; i < 32; i += 16) {
+        bytes16 both = load_bytes(at + 48 + part / 2 * 32 + i);
+        bytes16 fifth = moved_bits(load_bytes(at + 16 + i), part, 1, 4);
+        put_moved(to, c + i, moved_bits(both, part % 2 * 4, 4, 0) | fifth, scale, offset);
     }
 }
 
-static void decode_q6_k(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 256, at += 210) {
-        float d = half(at + 208);
-        float all_scales[16];
-        scaled(load_bytes(at + 192), all(d), all_scales);
-        for (int side = 0; side < 2; side++, out += 128)
-            for (int i = 0; i < 2; i++) {
-                const float *scales = all_scales + 8 * side + i;
-                bytes16 first = load_bytes(at + 64 * side + 16 * i);
-                bytes16 second = load_bytes(at + 64 * side + 32 + 16 * i);
-                bytes16 high = load_bytes(at + 128 + 32 * side + 16 * i);
-                float *to = out + 16 * i;
-                scaled(((first & 15) | (high & 3) << 4) - 32, all(scales[0]), to);
-                scaled(((second & 15) | (high & 12) << 2) - 32, all(scales[2]), to + 32);
-                scaled((first >> 4 | (high & 48)) - 32, all(scales[4]), to + 64);
-                scaled((second >> 4 | (high & 192) >> 2) - 32, all(scales[6]), to + 96);
-            }
+INLINE void scales_q6_k(const uint8_t *at, float *out) {
+    scaled(load_bytes(at + 192), all(half(at + 208)), out);
+}
+
+INLINE void part_q6_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    const uint8_t *low = at + part / 4 * 64 + part % 2 * 32, *high = at + 128 + part / 4 * 32;
+    for (int i = 0; i < 2; i++) {
+        bytes16 four = moved_bits(load_bytes(low + 16 * i), part / 2 % 2 * 4, 4, 0);
+        bytes16 two = moved_bits(load_bytes(high + 16 * i), part % 4 * 2, 2, 4);
+        put_scaled(to, c + 16 * i, (four | two) - 32, all(scales[2 * part + i]));
     }
 }
 
-static void decode_q2_k(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 256, at += 84) {
-        float d = half(at + 80), dmin = half(at + 82);
-        float scales[16], minima[16];
-        bytes16 both = load_bytes(at);
-        scaled(both & 15, all(d), scales);
-        scaled(both >> 4, all(-dmin), minima);
-        for (int side = 0; side < 2; side++, out += 128)
-            for (int i = 0; i < 2; i++) {
-                bytes16 four = load_bytes(at + 16 + 32 * side + 16 * i);
-                const float *scale = scales + 8 * side + i, *minimum = minima + 8 * side + i;
-                for (int turn = 0; turn < 4; turn++) {
-                    vf d = all(scale[2 * turn]), m = all(minimum[2 * turn]);
-                    put_chosen(table_of(TWO_BITS, d, m), four, 2 * turn, out + 32 * turn + 16 * i);
-                }
-            }
+/* The 16 scales, then the 16 minima with the opposite sign. */
+INLINE void scales_q2_k(const uint8_t *at, float *out) {
+    bytes16 both = load_bytes(at);
+    scaled(both & 15, all(half(at + 80)), out);
+    scaled(both >> 4, all(-half(at + 82)), out + 16);
+}
+
+INLINE void part_q2_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    for (int i = 0; i < 2; i++) {
+        vf scale = all(scales[2 * part + i]), offset = all(scales[16 + 2 * part + i]);
+        bytes16 four = load_bytes(at + 16 + part / 4 * 32 + 16 * i);
+        put_chosen(to, c + 16 * i, table_of(TWO_BITS, scale, offset), four, part % 4 * 2);
     }
 }
 
-static void decode_q3_k(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 256, at += 110) {
-        float d = half(at + 108), scales[16];
-        bytes16 masks[2] = {load_bytes(at), load_bytes(at + 16)};
-        typedef uint32_t words __attribute__((vector_size(16)));
-        uint32_t first = word(at + 96), second = word(at + 100), high = word(at + 104);
-        words low = {first & 0x0f0f0f0f, second & 0x0f0f0f0f, first >> 4 & 0x0f0f0f0f,
-                     second >> 4 & 0x0f0f0f0f};
-        words top = {high << 4, high << 2, high, high >> 2};
-        scaled((bytes16)(low | (top & 0x30303030)) - 32, all(d), scales);
-        for (int side = 0; side < 2; side++, out += 128)
-            for (int i = 0; i < 2; i++) {
-                bytes16 four = load_bytes(at + 32 + 32 * side + 16 * i);
-                for (int turn = 0; turn < 4; turn++, four >>= 2, masks[i] >>= 1) {
-                    Table table = table_of(THREE_BITS, all(scales[8 * side + 2 * turn + i]), all(0));
-                    bytes16 three = (four & 3) | (masks[i] & 1) << 2;
-                    put_chosen(table, three, 0, out + 32 * turn + 16 * i);
-                }
-            }
+INLINE void scales_q3_k(const uint8_t *at, float *out) {
+    typedef uint32_t words __attribute__((vector_size(16)));
+    uint32_t first = word(at + 96), second = word(at + 100), high = word(at + 104);
+    words low = {first & 0x0f0f0f0f, second & 0x0f0f0f0f, first >> 4 & 0x0f0f0f0f,
+                 second >> 4 & 0x0f0f0f0f};
+    words top = {high << 4, high << 2, high, high >> 2};
+    scaled((bytes16)(low | (top & 0x30303030)) - 32, all(half(at + 108)), out);
+}
+
+INLINE void part_q3_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    for (int i = 0; i < 2; i++) {
+        bytes16 two = moved_bits(load_bytes(at + 32 + part / 4 * 32 + 16 * i), part % 4 * 2, 2, 0);
+        bytes16 third = moved_bits(load_bytes(at + 16 * i), part, 1, 2);
+        Table table = table_of(THREE_BITS, all(scales[2 * part + i]), all(0));
+        put_chosen(to, c + 16 * i, table, two | third, 0);
     }
 }
 
-static void decode_iq4_nl(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 32, at += 18, out += 32)
-        put_both(table_of(IQ4_LEVELS, all(half(at)), all(0)), at + 2, out);
+INLINE void block_iq4_nl(const uint8_t *at, int64_t c, Sink *to) {
+    put_both(to, c, table_of(IQ4_LEVELS, all(half(at)), all(0)), at + 2);
 }
 
-static void decode_iq4_xs(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 256, at += 136) {
-        float d = half(at);
-        int high = at[2] | at[3] << 8;
-        for (int part = 0; part < 8; part++, out += 32) {
-            int scale = (at[4 + part / 2] >> (part % 2 * 4) & 15) | (high >> (2 * part) & 3) << 4;
-            put_both(table_of(IQ4_LEVELS, all(d * (scale - 32)), all(0)), at + 8 + 16 * part, out);
-        }
+INLINE void scales_iq4_xs(const uint8_t *at, float *out) {
+    float d = half(at);
+    int high = at[2] | at[3] << 8;
+    for (int i = 0; i < 8; i++)
+        out[i] = d * (((at[4 + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32);
+}
+
+INLINE void part_iq4_xs(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    put_both(to, c, table_of(IQ4_LEVELS, all(scales[part]), all(0)), at + 8 + 16 * part);
+}
+
+INLINE void block_mxfp4(const uint8_t *at, int64_t c, Sink *to) {
+    uint32_t bits = at[0] < 2 ? UINT32_C(0x00200000) << at[0] : (uint32_t)(at[0] - 1) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    put_both(to, c, table_of(FP4_DOUBLED, all(scale), all(0)), at + 1);
+}
+
+INLINE void scales_f8_e4m3(const uint8_t *at, float *out) { memcpy(out, at + 128, 4); }
+
+INLINE void part_f8_e4m3(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    for (int i = 0; i < 32; i += W) {
+        vi byte = unsigned_bytes(at + 32 * part + i), magnitude = byte & 127;
+        /* 2^120 moves the exponent, and makes denormal numbers normal. */
+        vf exact = (vf)(magnitude << 20) * all(0x1p120f);
+        vi bits = (vi)exact | ((magnitude == 127) & 0x7fc00000) | (byte & 128) << 24;
+        put(to, c + i, (vf)bits * all(scales[0]));
     }
 }
 
-static void decode_mxfp4(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 32, at += 17, out += 32) {
-        uint32_t bits = at[0] < 2 ? UINT32_C(0x00200000) << at[0] : (uint32_t)(at[0] - 1) << 23;
-        float scale;
-        memcpy(&scale, &bits, 4);
-        put_both(table_of(FP4_DOUBLED, all(scale), all(0)), at + 1, out);
-    }
+/* Dense numbers, a vector at a time, and the one at an address. */
+INLINE void vector_f32(const uint8_t *at, int64_t c, Sink *to) { put(to, c, load((const float *)at)); }
+INLINE void vector_f16(const uint8_t *at, int64_t c, Sink *to) { put(to, c, from_f16(at)); }
+INLINE void vector_bf16(const uint8_t *at, int64_t c, Sink *to) { put(to, c, from_bf16(at)); }
+
+INLINE float dense_one(int64_t format, const uint8_t *at) {
+    if (format == F16) return half(at);
+    uint32_t bits = format == BF16 ? (uint32_t)(at[0] | at[1] << 8) << 16 : word(at);
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
 }
 
-static void decode_f8_e4m3(const uint8_t *at, int64_t count, float *out) {
-    for (; count > 0; count -= 128, at += 132, out += 128) {
-        float scale;
-        memcpy(&scale, at + 128, 4);
-        for (int i = 0; i < 128; i += W) {
-            vi byte = unsigned_bytes(at + i), magnitude = byte & 127;
-            /* 2^120 moves the exponent, and makes denormal numbers normal. */
-            vf exact = (vf)(magnitude << 20) * all(0x1p120f);
-            vi bits = (vi)exact | ((magnitude == 127) & 0x7fc00000) | (byte & 128) << 24;
-            store(out + i, (vf)bits * all(scale));
-        }
-    }
-}
-
-static void decode_f16(const uint8_t *at, int64_t count, float *out) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(out + i, from_f16(at + 2 * i));
-    for (; i < count; i++) out[i] = half(at + 2 * i);
-}
-
-static void decode_bf16(const uint8_t *at, int64_t count, float *out) {
-    int64_t i = 0;
-    for (; i + W <= count; i += W) store(out + i, from_bf16(at + 2 * i));
-    for (; i < count; i++) {
-        uint32_t bits = (uint32_t)(at[2 * i] | at[2 * i + 1] << 8) << 16;
-        memcpy(out + i, &bits, 4);
-    }
+/* Decodes `count` dense numbers to memory. */
+INLINE void decode_dense(int64_t format, const uint8_t *at, int64_t count, float *out) {
+    int64_t i = 0, size = format == F32 ? 4 : 2;
+    Sink to = {.out = out};
+    for (; i + W <= count; i += W)
+        if (format == F32) vector_f32(at + size * i, i, &to);
+        else if (format == F16) vector_f16(at + size * i, i, &to);
+        else vector_bf16(at + size * i, i, &to);
+    for (; i < count; i++) out[i] = dense_one(format, at + size * i);
 }
 
 /* Rounds numbers to bfloat16, to the nearest, ties to even. */

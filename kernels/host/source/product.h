@@ -18,35 +18,87 @@ enum { TOGETHER = 4 };
 enum { TOGETHER = 2 };
 #endif
 
-/* Decodes a part of a row of a weight; a multiple of 256 columns, or up to the last one. */
-static void decode(const Weight *w, int64_t row, int64_t first, int64_t count, float *out) {
-#define BLOCKS(NAME, function, elements, nbytes) \
-    case NAME: \
-        function(w->data + row * w->stride + first / elements * nbytes, count, out); \
+/* Prefetches bytes. Rows are stored one after the other, but read in segments, which hardware
+   prefetchers do not follow. */
+INLINE void prefetch(const uint8_t *at, int64_t nbytes) {
+    for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+/* The address of a block of a row. Prefetches the same block of the row that is `later`, if one is. */
+INLINE const uint8_t *next_block(const Weight *w, int64_t row, int64_t block, int64_t nbytes,
+                                 int64_t later) {
+    const uint8_t *at = w->data + row * w->stride + block * nbytes;
+    if (later) prefetch(at + later * w->stride, nbytes);
+    return at;
+}
+
+/* Decodes a part of some rows of a weight, from `row`, in the order of their columns: a multiple of
+   256 columns, or up to the last one, but for those that fill no vector. `rows` is a constant wherever
+   this is inlined. Split matrices have their own function. */
+INLINE void decode_rows(const Weight *w, int64_t row, int rows, int64_t first, int64_t count,
+                        Sink *to) {
+    int64_t later = to->multiplies ? rows : 0;
+#define EACH_ROW UNROLL(4) for (int r = 0; r < rows; r++)
+#define EACH(elements, decode_one)                                                        \
+    for (int64_t c = 0; c + (elements) <= count; c += (elements)) EACH_ROW decode_one;    \
+    return;
+#define BLOCKS(NAME, block, elements, nbytes)                                             \
+    case NAME: EACH(elements, block(BLOCK(elements, nbytes), c, to + r))
+#define BLOCK(elements, nbytes) next_block(w, row + r, (first + c) / (elements), nbytes, later)
+#define LONG_BLOCKS(NAME, scales_of, part_of, elements, nbytes)                           \
+    case NAME:                                                                            \
+        for (int64_t c = 0; c + (elements) <= count; c += (elements)) {                   \
+            const uint8_t *at[OUTPUTS];                                                   \
+            float scales[OUTPUTS][32];                                                    \
+            EACH_ROW scales_of(at[r] = BLOCK(elements, nbytes), scales[r]);               \
+            UNROLL(8) for (int part = 0; part < (elements) / 32; part++)                  \
+                EACH_ROW part_of(at[r], part, scales[r], c + 32 * part, to + r);          \
+        }                                                                                 \
         return;
     switch (w->format) {
-        BLOCKS(F16, decode_f16, 1, 2)
-        BLOCKS(BF16, decode_bf16, 1, 2)
-        BLOCKS(Q4_0, decode_q4_0, 32, 18)
-        BLOCKS(Q4_1, decode_q4_1, 32, 20)
-        BLOCKS(Q5_0, decode_q5_0, 32, 22)
-        BLOCKS(Q5_1, decode_q5_1, 32, 24)
-        BLOCKS(Q8_0, decode_q8_0, 32, 34)
-        BLOCKS(Q2_K, decode_q2_k, 256, 84)
-        BLOCKS(Q3_K, decode_q3_k, 256, 110)
-        BLOCKS(Q4_K, decode_q4_k, 256, 144)
-        BLOCKS(Q5_K, decode_q5_k, 256, 176)
-        BLOCKS(Q6_K, decode_q6_k, 256, 210)
-        BLOCKS(IQ4_NL, decode_iq4_nl, 32, 18)
-        BLOCKS(IQ4_XS, decode_iq4_xs, 256, 136)
-        BLOCKS(MXFP4, decode_mxfp4, 32, 17)
-        BLOCKS(F8_E4M3, decode_f8_e4m3, 128, 132)
-    case SPLIT_BF16: decode_split_bf16(w, row, first, count, out); return;
-    case HIGH_BF16: decode_high_bf16(w, row, first, count, out); return;
-    case INT4: decode_int4(w, row, first, count, out); return;
-    default: memcpy(out, w->data + row * w->stride + 4 * first, count * 4);
+        BLOCKS(F32, vector_f32, W, 4 * W)
+        BLOCKS(F16, vector_f16, W, 2 * W)
+        BLOCKS(BF16, vector_bf16, W, 2 * W)
+        BLOCKS(Q4_0, block_q4_0, 32, 18)
+        BLOCKS(Q4_1, block_q4_1, 32, 20)
+        BLOCKS(Q5_0, block_q5_0, 32, 22)
+        BLOCKS(Q5_1, block_q5_1, 32, 24)
+        BLOCKS(Q8_0, block_q8_0, 32, 34)
+        LONG_BLOCKS(Q2_K, scales_q2_k, part_q2_k, 256, 84)
+        LONG_BLOCKS(Q3_K, scales_q3_k, part_q3_k, 256, 110)
+        LONG_BLOCKS(Q4_K, scales_k, part_q4_k, 256, 144)
+        LONG_BLOCKS(Q5_K, scales_k, part_q5_k, 256, 176)
+        LONG_BLOCKS(Q6_K, scales_q6_k, part_q6_k, 256, 210)
+        BLOCKS(IQ4_NL, block_iq4_nl, 32, 18)
+        LONG_BLOCKS(IQ4_XS, scales_iq4_xs, part_iq4_xs, 256, 136)
+        BLOCKS(MXFP4, block_mxfp4, 32, 17)
+        LONG_BLOCKS(F8_E4M3, scales_f8_e4m3, part_f8_e4m3, 128, 132)
+    case HIGH_BF16: EACH(W, vector_high_bf16(BLOCK(W, W), w->base[row + r], c, to + r))
+    case INT4:
+        EACH(w->group, group_int4(w, row + r, (first + c) / w->group,
+                                  BLOCK(w->group, w->group / 2), c, to + r))
     }
+#undef LONG_BLOCKS
+#undef BLOCK
 #undef BLOCKS
+#undef EACH
+#undef EACH_ROW
+}
+
+/* Decodes a part of a row of a weight to memory, as `decode_rows` does. */
+static void decode(const Weight *w, int64_t row, int64_t first, int64_t count, float *out) {
+    if (w->format == SPLIT_BF16) {
+        decode_split_bf16(w, row, first, count, out);
+        return;
+    }
+    Sink to = {.out = out};
+    decode_rows(w, row, 1, first, count, &to);
+    int64_t size = w->format == F32 ? 4 : 2, c = count / W * W;
+    if (w->format == HIGH_BF16)
+        for (; c < count; c++) out[c] = high_bf16_one(w, row, first + c);
+    else if (w->format == F32 || w->format == F16 || w->format == BF16)
+        for (; c < count; c++)
+            out[c] = dense_one(w->format, w->data + row * w->stride + (first + c) * size);
 }
 
 typedef vf Sums[DECODED];
@@ -71,12 +123,6 @@ INLINE void add_columns(int rows, int outputs, const float *x, int64_t x_stride,
         for (int o = 0; o < outputs; o++) sums[r][first + o] = acc[r][o];
 }
 
-/* Prefetches bytes. Rows are stored one after the other, but read in segments, which hardware
-   prefetchers do not follow. */
-INLINE void prefetch(const uint8_t *at, int64_t nbytes) {
-    for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-}
-
 /* Stores up to OUTPUTS results of a row from output `first`. `rest` are the sums of columns that do
    not fill a vector. */
 INLINE void finish(const Product *p, int64_t row, int64_t first, int count, const vf *sums,
@@ -92,8 +138,32 @@ INLINE void finish(const Product *p, int64_t row, int64_t first, int count, cons
     }
 }
 
+/* Computes outputs of one row, OUTPUTS at a time, from `first` as long as none is beyond `end`:
+   numbers are multiplied as they are decoded. Returns the output after the last one. */
+static int64_t product_of_one(const Product *p, int64_t first, int64_t end) {
+    const float none[OUTPUTS] = {0};
+    for (; first + OUTPUTS <= end; first += OUTPUTS) {
+        Sink to[OUTPUTS];
+        vf sums[OUTPUTS];
+        for (int o = 0; o < OUTPUTS; o++)
+            to[o] = (Sink){.multiplies = 1, .x = p->x, .sums = all(0)};
+        decode_rows(p->weight, first, OUTPUTS, 0, p->weight->columns, to);
+        for (int o = 0; o < OUTPUTS; o++) sums[o] = to[o].sums;
+        finish(p, 0, first, OUTPUTS, sums, none);
+    }
+    return first;
+}
+
+/* Whether rows of a weight are whole vectors of numbers that are multiplied as they are stored.
+   Without vector units that would be much code for little. */
+INLINE int multiplies_at_once(const Product *p) {
+    const Weight *w = p->weight;
+    return HAS_UNITS && w->format != SPLIT_BF16 && p->rounded == F32 && w->columns % W == 0;
+}
+
 static void product(const Product *p, int64_t first, int64_t end) {
     const Weight *w = p->weight;
+    if (p->rows == 1 && multiplies_at_once(p)) first = product_of_one(p, first, end);
     _Alignas(64) float buffer[DECODED][LONGEST];
     Sums sums[MOST_ROWS];
     float rest[MOST_ROWS][DECODED];

@@ -1,8 +1,8 @@
 /* Split matrices, their high bits alone, and groups of 4-bit integers, decoded to float32. See
-   `triforce_kernels.weights.split_codes` for the codes. A function decodes `count` numbers of a row
-   from column `first`. */
+   `triforce_kernels.weights.split_codes` for the codes. */
 #pragma once
 
+#include "blocks.h"
 #include "host.h"
 #include "vectors.h"
 
@@ -76,18 +76,16 @@ static void decode_split_bf16(const Weight *w, int64_t row, int64_t first, int64
     put_exceptions(w, row, first, count, out);
 }
 
-static void decode_high_bf16(const Weight *w, int64_t row, int64_t first, int64_t count,
-                             float *out) {
-    const uint8_t *high = w->data + row * w->stride + first;
-    int base = (w->base[row] - BELOW) * 128;
-    int64_t i = 0;
-    for (; i + W <= count; i += W) {
-        vi byte = unsigned_bytes(high + i);
-        vi number = coded(byte, all_int(base), all_int(8), all_int(4));
-        store(out + i, (vf)((number & (vi)((byte & CODE) != 0)) << 16));
-    }
-    for (; i < count; i++)
-        out[i] = high[i] & CODE ? from_bits((uint32_t)coded_one(high[i], base, 8, 4) << 16) : 0;
+/* A vector of high bits of a row with a base. */
+INLINE void vector_high_bf16(const uint8_t *at, int base, int64_t c, Sink *to) {
+    vi byte = unsigned_bytes(at);
+    vi number = coded(byte, all_int((base - BELOW) * 128), all_int(8), all_int(4));
+    put(to, c, (vf)((number & (vi)((byte & CODE) != 0)) << 16));
+}
+
+INLINE float high_bf16_one(const Weight *w, int64_t row, int64_t column) {
+    int high = w->data[row * w->stride + column], base = (w->base[row] - BELOW) * 128;
+    return high & CODE ? from_bits((uint32_t)coded_one(high, base, 8, 4) << 16) : 0;
 }
 
 INLINE float scale_of(const Weight *w, const uint8_t *numbers, int64_t at) {
@@ -97,16 +95,14 @@ INLINE float scale_of(const Weight *w, const uint8_t *numbers, int64_t at) {
     return ((const float *)numbers)[at];
 }
 
-static void decode_int4(const Weight *w, int64_t row, int64_t first, int64_t count, float *out) {
-    int64_t width = w->group / 2, group = first / w->group;
-    const uint8_t *at = w->data + row * w->stride + first / 2;
-    for (int64_t i = 0; i < count; i += w->group, group++, at += width) {
-        vf scale = all(scale_of(w, w->scale, group * w->scale_stride + row));
-        vf offset = all(scale_of(w, w->offset, group * w->scale_stride + row));
-        for (int64_t j = 0; j < width; j += W) {
-            vi both = unsigned_bytes(at + j);
-            store(out + i + j, floats(both & 15) * scale + offset);
-            store(out + i + width + j, floats(both >> 4) * scale + offset);
-        }
-    }
+/* A group of 4-bit integers of a row. */
+INLINE void group_int4(const Weight *w, int64_t row, int64_t group, const uint8_t *at, int64_t c,
+                       Sink *to) {
+    int64_t width = w->group / 2;
+    vf scale = all(scale_of(w, w->scale, group * w->scale_stride + row));
+    vf offset = all(scale_of(w, w->offset, group * w->scale_stride + row));
+    for (int64_t i = 0; i < width; i += W)
+        put(to, c + i, floats(unsigned_bytes(at + i) & 15) * scale + offset);
+    for (int64_t i = 0; i < width; i += W)
+        put(to, c + width + i, floats(unsigned_bytes(at + i) >> 4) * scale + offset);
 }

@@ -20,6 +20,16 @@
 #define W 4
 #endif
 
+/* Whether vectors are those of a processor, and not of the compiler alone. */
+#if defined(PLAIN)
+#define HAS_UNITS 0
+#define UNROLL(times)
+#else
+#define HAS_UNITS 1
+#define AS_PRAGMA(text) _Pragma(#text)
+#define UNROLL(times) AS_PRAGMA(GCC unroll times)
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * W)));
