@@ -20,7 +20,11 @@ typedef struct {
     Progress *progress;
     int count;
     int64_t useful;
+    int threads;
 } Shared;
+
+/* A thread takes one of this many shares of its part of what is left. */
+enum { SHARES = 2 };
 
 /* Waits until all items are done. A thread that waits for long lets others run: there may be fewer
    processors than threads. */
@@ -30,25 +34,40 @@ static void wait_for(_Atomic int64_t *done, int64_t count) {
         else sched_yield();
 }
 
+/* Takes the next items: a share of those that are left, so that threads seldom ask while there are many
+   and end together, but at least `step`. Returns the first one, and `end`. */
+static int64_t begin_part(const Task *task, Progress *progress, int threads, int64_t *end) {
+    int64_t first = atomic_load_explicit(&progress->next, memory_order_relaxed), count;
+    do {
+        int64_t left = task->count - first;
+        if (left <= 0) return *end = first;
+        count = left / (SHARES * threads) / task->step * task->step;
+        if (count < task->step) count = task->step;
+        *end = count < left ? first + count : task->count;
+    } while (!atomic_compare_exchange_weak(&progress->next, &first, *end));
+    return first;
+}
+
 static void work_on(void *data, int caller) {
     const Shared *shared = data;
     if (caller >= shared->useful) return;
     for (int i = 0; i < shared->count; i++) {
         const Task *task = shared->tasks + i;
         Progress *progress = shared->progress + i;
-        int64_t first;
-        while ((first = atomic_fetch_add(&progress->next, task->step)) < task->count) {
-            int64_t end = first + task->step < task->count ? first + task->step : task->count;
+        int64_t first, end, done = 0;
+        while ((first = begin_part(task, progress, shared->threads, &end)) < end) {
             task->part(task->job, first, end);
-            atomic_fetch_add(&progress->done, end - first);
+            done += end - first;
         }
+        /* Threads wait longer for memory that another one writes than for a small part. */
+        if (done) atomic_fetch_add(&progress->done, done);
         if (i + 1 < shared->count) wait_for(&progress->done, task->count);
     }
 }
 
 void divide_all(const Task *tasks, int count, int threads) {
     Progress progress[MOST_TASKS];
-    Shared shared = {tasks, progress, count, 1};
+    Shared shared = {tasks, progress, count, 1, threads};
     for (int i = 0; i < count; i++) {
         int64_t parts = (tasks[i].count + tasks[i].step - 1) / tasks[i].step;
         if (parts > shared.useful) shared.useful = parts;
