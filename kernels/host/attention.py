@@ -151,6 +151,8 @@ def describe_keys(call: Attention, key: torch.Tensor, value: torch.Tensor, first
 def describe_own(call: Attention, tokens: int, window: int, visible: torch.Tensor | None) -> None:
     """Describe which keys at the end the rows see: `tokens` are their own."""
     call.own, call.drafted, call.window = tokens, tokens, window
+    # A structure that describes one forward after the other keeps nothing of a tree.
+    call.visible = None
     if visible is not None:
         call.visible, call.drafted = visible.data_ptr(), visible.shape[1]
 

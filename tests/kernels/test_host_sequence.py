@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from triforce_kernels import dispatch, layer
+from triforce_kernels.attention.dense import DenseKeys, attend_dense
 from triforce_kernels.dispatch import HOST
 from triforce_kernels.host.layer import NormKind, Operation
 from triforce_kernels.host.library import library
@@ -99,6 +100,92 @@ def test_a_sequence_gives_the_bits_of_its_calls(name: str, threads: int) -> None
                 torch.set_num_threads(before)
             assert torch.equal(x, wanted), (kind, rows)
             assert torch.equal(plain, plain_wanted), (kind, rows)
+
+
+HEADS, KV_HEADS, HEAD_DIM, CAPACITY = 6, 3, 40, 200
+QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+
+
+def attention() -> Sequence:
+    calls = Sequence()
+    qkv, out = calls.given(QKV), calls.given(HEADS * HEAD_DIM)
+    calls.attention(qkv, out, HEADS, KV_HEADS, HEAD_DIM)
+    return calls
+
+
+def tree(rows: int, drafted: int, seed: int) -> torch.Tensor:
+    """Which of the last keys the rows of a random tree see."""
+    draw = torch.Generator().manual_seed(seed)
+    seen = torch.eye(drafted, dtype=torch.bool)
+    for row in range(1, drafted):
+        parent = int(torch.randint(-1, row, (), generator=draw))
+        if parent >= 0:
+            seen[row] |= seen[parent]
+    return seen[drafted - rows :]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("window", [None, 30])
+def test_an_attention_has_the_bits_of_its_operations(window: int | None, threads: int) -> None:
+    """Chains and trees, one after the other: the same calls serve them all."""
+    before = torch.get_num_threads()
+    kept = [numbers(KV_HEADS, CAPACITY, HEAD_DIM, seed=seed) for seed in (1, 2)]
+    calls = attention()
+    cases = (5, 5, 9, True), (7, 7, 0, False), (1, 1, 150, False), (3, 8, 20, True)
+    cases = *cases, (64, 64, 100, False), (64, 64, 136, True), (1, 1, 0, False)
+    for rows, drafted, start, branches in cases:
+        x = numbers(rows, QKV, seed=rows)
+        angles = numbers(rows, HEAD_DIM // 2, seed=start).repeat(1, 2)
+        rotation = angles.cos(), angles.sin()
+        visible = tree(rows, drafted, rows) if branches else None
+        wanted, own = (DenseKeys(*(each.clone() for each in kept), start, 16, window) for _ in "12")
+        by_operations = attend_dense(
+            wanted, x.view(rows, -1, HEAD_DIM), rotation, visible=visible
+        ).transpose(0, 1)
+        out = torch.full((rows, HEADS * HEAD_DIM), float("nan"))
+        torch.set_num_threads(threads)
+        try:
+            assert calls.reads(own)
+            calls.run(x, out, keys=own, rotation=rotation, visible=visible)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(out, by_operations.reshape(rows, -1)), (rows, start, branches)
+        assert torch.equal(own.key, wanted.key)
+        assert torch.equal(own.value, wanted.value)
+
+
+def test_keys_that_an_attention_does_not_take() -> None:
+    keys = [numbers(KV_HEADS, CAPACITY, HEAD_DIM, seed=seed) for seed in (1, 2)]
+    calls, plain = attention(), DenseKeys(*keys, 0)
+    assert calls.reads(plain)
+    assert not calls.reads(plain._replace(key=keys[0].half()))
+    assert not calls.reads(plain._replace(scale=torch.ones(2, KV_HEADS, HEAD_DIM)))
+    assert not calls.reads(plain._replace(start=torch.zeros(1, dtype=torch.int64)))
+    x, out = torch.zeros(2, QKV), torch.zeros(2, HEADS * HEAD_DIM)
+    rotation = (torch.ones(2, HEAD_DIM),) * 2
+    for wrong, visible in ((CAPACITY - 1, None), (-1, None), (0, torch.ones(2, 3).bool())):
+        with pytest.raises(ValueError, match=r"Sequence\.run"):
+            keys_there = plain._replace(start=wrong)
+            calls.run(x, out, keys=keys_there, rotation=rotation, visible=visible)
+    for heads, head_dim in ((HEADS + 1, HEAD_DIM), (HEADS, HEAD_DIM + 2)):
+        other = Sequence()
+        rows, into = other.given(QKV), other.given(HEADS * HEAD_DIM)
+        with pytest.raises(ValueError, match=r"Sequence\.attention"):
+            other.attention(rows, into, heads, KV_HEADS, head_dim)
+
+
+def test_heads_of_rows_are_normed() -> None:
+    """As those of queries and keys are, in place: the other columns stay."""
+    calls, rows = Sequence(), 3
+    x = calls.given(QKV)
+    weight = numbers(HEAD_DIM, seed=5)
+    calls.norm(x, weight, x, NormKind.RMS, 0.0, EPS, heads=4, first=2 * HEAD_DIM)
+    own = numbers(rows, QKV, seed=6)
+    wanted = own.clone()
+    part = wanted[:, 2 * HEAD_DIM : 6 * HEAD_DIM].unflatten(1, (4, HEAD_DIM))
+    part.copy_(layer.rms_norm(part, weight, EPS))
+    calls.run(own)
+    assert torch.equal(own, wanted)
 
 
 def test_what_a_sequence_does_not_take() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import FAMILIES, make_model, random_ids
-from same_bits_runs import in_passes
+from same_bits_runs import in_passes, in_trees
 
 from triforce_core import Engine
 from triforce_core.model.feed_forward import DenseMLP
@@ -44,11 +44,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def logits(path: Path) -> tuple[torch.Tensor, int]:
     """Logits of passes, and how many runs a pass has if all is fused that can be."""
-    drafts = {"method": "speculative", "draft": "ngram", "draft_tokens": 16}
+    drafts = {"method": "speculative", "draft": "ngram", "draft_tokens": 24}
     with Engine.from_pretrained(path, device="cpu", max_context=128, **drafts) as engine:
         layers = engine.models.target.config.layers
         runs = sum(runs_of(each) for each in layers)
-        return in_passes(engine, random_ids(TEXT, seed=1), PROMPT, ROWS), runs
+        text = random_ids(TEXT, seed=1)
+        # A chain after trees: the calls that serve both keep nothing of a tree.
+        found = in_trees(engine, text, PROMPT), in_passes(engine, text, PROMPT, ROWS)
+        return torch.cat(found), runs
 
 
 def runs_of(layer: LayerSpec) -> int:
