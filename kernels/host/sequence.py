@@ -87,6 +87,8 @@ class Sequence:
         self._counts: list[Count] = []
         self._kept: list[object] = []
         self._attention: tuple[Rope, Attention] | None = None
+        # What the last run read by its address.
+        self._read: tuple[torch.Tensor | None, ...] = ()
         self._calls: Calls | None = None
 
     def given(self, width: int) -> Rows:
@@ -197,9 +199,7 @@ class Sequence:
         call = Gate(format=_F32, operation=operation, width=out.width, x_row=x.width)
         self._add(call, _ROWS, x=x, out=out)
 
-    def attention(
-        self, qkv: Rows, out: Rows, heads: int, kv_heads: int, head_dim: int
-    ) -> None:
+    def attention(self, qkv: Rows, out: Rows, heads: int, kv_heads: int, head_dim: int) -> None:
         """Rotate queries and keys, write keys and values to those that a run is given, and attend.
 
         qkv: queries, keys and values; see `attend_dense`
@@ -209,7 +209,7 @@ class Sequence:
         """
         require(
             "Sequence.attention",
-            0 < kv_heads
+            kv_heads > 0
             and heads % kv_heads == 0
             and 0 < head_dim <= MOST_HEAD_DIM
             and qkv.width == (heads + 2 * kv_heads) * head_dim
@@ -238,9 +238,7 @@ class Sequence:
             query_row=head_dim,
             scale=head_dim**-0.5,
         )
-        merge = Merge(
-            attention=ctypes.addressof(attention), out_head=head_dim, out_token=out.width
-        )
+        merge = Merge(attention=ctypes.addressof(attention), out_head=head_dim, out_token=out.width)
         query = self.own(heads * head_dim)
         self._add(rope, {"tokens": 1}, x=qkv, out=query)
         self._add(
@@ -269,15 +267,14 @@ class Sequence:
         if self._calls is None:
             self._calls = self._closed()
         rows = given[0].shape[0]
-        # The kernel reads these by their addresses.
-        kept = self._place(rows, keys, rotation, visible) if self._attention else None
+        if self._attention is not None:
+            self._describe(rows, keys, rotation, visible)
         own = torch.empty(rows * self._own, dtype=torch.float32, device="cpu")
         bases = (ctypes.c_void_p * (len(given) + 1))(
             own.data_ptr(), *(each.data_ptr() for each in given)
         )
         threads = torch.get_num_threads()
         library().triforce_sequence(ctypes.byref(self._calls), bases, rows, threads)
-        del kept
 
     def fits(self, *given: torch.Tensor) -> bool:
         """Return whether a run takes these tensors of a CPU, which may be the first ones alone."""
@@ -295,14 +292,14 @@ class Sequence:
             and not isinstance(keys.start, torch.Tensor)
         )
 
-    def _place(
+    def _describe(
         self,
         rows: int,
         keys: DenseKeys,
         rotation: tuple[torch.Tensor, torch.Tensor],
         visible: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Describe the keys of a run. Return what must exist during the run."""
+    ) -> None:
+        """Describe what an attention of a run reads besides its rows."""
         rope, attention = self._attention
         key, value, start = keys.key, keys.value, keys.start
         end, drafted = start + rows, rows if visible is None else visible.shape[1]
@@ -321,9 +318,10 @@ class Sequence:
         rope.value_head, rope.value_row = value.stride()[:2]
         window = keys.window or 0
         hidden = unseen(end, drafted, window) if window else 0
-        describe_keys(attention, key[None, :, hidden:end], value[None, :, hidden:end], hidden + keys.first)
+        seen = slice(hidden, end)
+        describe_keys(attention, key[None, :, seen], value[None, :, seen], keys.first + hidden)
         describe_own(attention, rows, window if window < end else 0, visible)
-        return cos, sin, *(() if visible is None else (visible,))
+        self._read = cos, sin, visible
 
     def _closed(self) -> Calls:
         """Return the description of all calls."""

@@ -164,9 +164,9 @@ def test_keys_that_an_attention_does_not_take() -> None:
     x, out = torch.zeros(2, QKV), torch.zeros(2, HEADS * HEAD_DIM)
     rotation = (torch.ones(2, HEAD_DIM),) * 2
     for wrong, visible in ((CAPACITY - 1, None), (-1, None), (0, torch.ones(2, 3).bool())):
+        there = plain._replace(start=wrong)
         with pytest.raises(ValueError, match=r"Sequence\.run"):
-            keys_there = plain._replace(start=wrong)
-            calls.run(x, out, keys=keys_there, rotation=rotation, visible=visible)
+            calls.run(x, out, keys=there, rotation=rotation, visible=visible)
     for heads, head_dim in ((HEADS + 1, HEAD_DIM), (HEADS, HEAD_DIM + 2)):
         other = Sequence()
         rows, into = other.given(QKV), other.given(HEADS * HEAD_DIM)
