@@ -91,7 +91,9 @@ class FusedLayer:
         mixed = after.given(w["o"].shape[1])
         _finish(after, spec, norm, w, mixed, after.given(w["o"].shape[0]))
         whole = None
-        if isinstance(spec.mixer, Attention) and _plain(spec.mixer):
+        # The mixer of a head takes other rows than those that it adds to.
+        alike = hidden.width == w["o"].shape[0]
+        if alike and isinstance(spec.mixer, Attention) and _plain(spec.mixer):
             calls = _whole(spec, spec.mixer, norm, w)
             whole = WholeLayer(calls, place, has_window=spec.mixer.window is not None)
         return cls(before, after, whole)

@@ -9,20 +9,31 @@
 #include "host.h"
 #include "vectors.h"
 
-/* What becomes of the decoded numbers of a row of a weight: they are stored in `out`, or, if it
-   `multiplies`, which is a constant wherever this is inlined, their products with the numbers of x are
-   added to `sums`. */
+/* Most rows of x that numbers are multiplied with as they are decoded: registers have the sums of four
+   outputs. */
+#if defined(AVX512) || defined(NEON)
+enum { TOGETHER = 4 };
+#else
+enum { TOGETHER = 2 };
+#endif
+
+/* What becomes of the decoded numbers of a row of a weight: they are stored in `out`, or their products
+   with the numbers of `rows` rows of x are added to `sums`. The number of rows is a constant wherever
+   this is inlined, and 0 if numbers are stored. */
 typedef struct {
-    int multiplies;
+    int rows;
     float *out;
     const float *x;
-    vf sums;
+    int64_t x_stride;
+    vf sums[TOGETHER];
 } Sink;
 
 /* W numbers from column `i`. */
 INLINE void put(Sink *to, int64_t i, vf numbers) {
-    if (to->multiplies) to->sums = fma_of(load(to->x + i), numbers, to->sums);
-    else store(to->out + i, numbers);
+    if (!to->rows) store(to->out + i, numbers);
+    UNROLL(4)
+    for (int r = 0; r < to->rows; r++)
+        to->sums[r] = fma_of(load(to->x + r * to->x_stride + i), numbers, to->sums[r]);
 }
 
 /* scale * number, for 16 signed bytes. */

@@ -12,11 +12,6 @@
 
 /* Columns that are decoded at a time: all of a short row, else SEGMENT of them. */
 enum { SEGMENT = 512, LONGEST = 640, OUTPUTS = 4, DECODED = 2 * OUTPUTS };
-#if defined(AVX512) || defined(NEON)
-enum { TOGETHER = 4 };
-#else
-enum { TOGETHER = 2 };
-#endif
 
 /* Prefetches bytes. Rows are stored one after the other, but read in segments, which hardware
    prefetchers do not follow. */
@@ -37,7 +32,7 @@ INLINE const uint8_t *next_block(const Weight *w, int64_t row, int64_t block, in
    this is inlined. Split matrices have their own function. */
 INLINE void decode_rows(const Weight *w, int64_t row, int rows, int64_t first, int64_t count,
                         Sink *to) {
-    int64_t later = to->multiplies ? rows : 0;
+    int64_t later = to->rows ? rows : 0;
 #define EACH_ROW UNROLL(4) for (int r = 0; r < rows; r++)
 #define EACH(elements, decode_one)                                                        \
     for (int64_t c = 0; c + (elements) <= count; c += (elements)) EACH_ROW decode_one;    \
@@ -138,32 +133,43 @@ INLINE void finish(const Product *p, int64_t row, int64_t first, int count, cons
     }
 }
 
-/* Computes outputs of one row, OUTPUTS at a time, from `first` as long as none is beyond `end`:
-   numbers are multiplied as they are decoded. Returns the output after the last one. */
-static int64_t product_of_one(const Product *p, int64_t first, int64_t end) {
+/* Computes outputs of at most TOGETHER rows, OUTPUTS at a time, from `first` as long as none is beyond
+   `end`: numbers are multiplied as they are decoded. Returns the output after the last one. */
+INLINE int64_t product_of_few(int rows, const Product *p, int64_t first, int64_t end) {
     const float none[OUTPUTS] = {0};
     for (; first + OUTPUTS <= end; first += OUTPUTS) {
         Sink to[OUTPUTS];
-        vf sums[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; o++)
-            to[o] = (Sink){.multiplies = 1, .x = p->x, .sums = all(0)};
+        for (int o = 0; o < OUTPUTS; o++) {
+            to[o] = (Sink){.rows = rows, .x = p->x, .x_stride = p->x_stride};
+            for (int r = 0; r < rows; r++) to[o].sums[r] = all(0);
+        }
         decode_rows(p->weight, first, OUTPUTS, 0, p->weight->columns, to);
-        for (int o = 0; o < OUTPUTS; o++) sums[o] = to[o].sums;
-        finish(p, 0, first, OUTPUTS, sums, none);
+        for (int r = 0; r < rows; r++) {
+            vf sums[OUTPUTS];
+            for (int o = 0; o < OUTPUTS; o++) sums[o] = to[o].sums[r];
+            finish(p, r, first, OUTPUTS, sums, none);
+        }
     }
     return first;
 }
 
-/* Whether rows of a weight are whole vectors of numbers that are multiplied as they are stored.
+/* Does so if rows of the weight are whole vectors of numbers that are multiplied as they are stored.
    Without vector units that would be much code for little. */
-INLINE int multiplies_at_once(const Product *p) {
+static int64_t multiply_at_once(const Product *p, int64_t first, int64_t end) {
     const Weight *w = p->weight;
-    return HAS_UNITS && w->format != SPLIT_BF16 && p->rounded == F32 && w->columns % W == 0;
+    if (!HAS_UNITS || w->format == SPLIT_BF16 || p->rounded != F32 || w->columns % W) return first;
+    switch (p->rows) {
+    case 1: return product_of_few(1, p, first, end);
+    case 2: return product_of_few(2, p, first, end);
+    case 3: return TOGETHER > 2 ? product_of_few(3, p, first, end) : first;
+    case 4: return TOGETHER > 2 ? product_of_few(4, p, first, end) : first;
+    default: return first;
+    }
 }
 
 static void product(const Product *p, int64_t first, int64_t end) {
     const Weight *w = p->weight;
-    if (p->rows == 1 && multiplies_at_once(p)) first = product_of_one(p, first, end);
+    first = multiply_at_once(p, first, end);
     _Alignas(64) float buffer[DECODED][LONGEST];
     Sums sums[MOST_ROWS];
     float rest[MOST_ROWS][DECODED];

@@ -166,7 +166,11 @@ def _by_library(own: Callable) -> Callable:
 
 
 FAULTS = {
-    "attention that begins elsewhere": (attention, "_keys", _elsewhere(attention._keys)),
+    "attention that begins elsewhere": (
+        attention,
+        "describe_keys",
+        _elsewhere(attention.describe_keys),
+    ),
     "products by a library": (weights, "dense_matmul", _by_library(weights.dense_matmul)),
 }
 

@@ -16,9 +16,11 @@ from recent_walks import walk_cuts, walk_trees
 
 from triforce_core import Engine
 from triforce_core.decoding.contexts import context
+from triforce_kernels.attention.dense import DenseKeys
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent import marks
 from triforce_offload.kv.recent.marks import Marks
-from triforce_offload.kv.windows import prefill, shape, store
+from triforce_offload.kv.windows import prefill, shape
 from triforce_offload.kv.windows.store import WindowStore
 
 WINDOW, NEW = 24, 40
@@ -87,13 +89,23 @@ def test_logits_equal_those_of_a_fresh_model_wherever_a_text_is_cut(
     assert between > 2, "texts were cut further than what they share, where no mark was nearer"
 
 
-def _window(own: Callable, more: int, *, of_trees: bool = False) -> Callable:
-    """Attention to `more` keys more; of trees only, if asked for."""
+def _window(more: int, *, of_trees: bool = False) -> Callable:
+    """Keys of passes, of which each row sees `more` more; of trees only, if asked for."""
+    own = WindowStore.dense
+
+    def dense(self: WindowStore, layer: int, batch: ForwardBatch, end: int) -> DenseKeys:
+        keys = own(self, layer, batch, end)
+        changed = batch.visible is not None or not of_trees
+        return keys._replace(window=keys.window + more) if changed else keys
+
+    return dense
+
+
+def _prefilled(own: Callable, more: int) -> Callable:
+    """Attention of a prefill to `more` keys more."""
 
     def attend(*args: object, **named: object) -> object:
-        if args[-1] and (named.get("visible") is not None or not of_trees):
-            args = (*args[:-1], args[-1] + more)
-        return own(*args, **named)
+        return own(*args[:-1], args[-1] + more if args[-1] else args[-1], **named)
 
     return attend
 
@@ -109,14 +121,10 @@ def _one_late(windows: WindowStore, mark: object) -> None:
 
 taken = WindowStore.take
 PLANTED = {
-    "a pass sees one more": (store, "attend_cache", _window(store.attend_cache, 1)),
-    "a prefill sees one more": (prefill, "attend_text", _window(prefill.attend_text, 1)),
-    "a prefill sees one less": (prefill, "attend_text", _window(prefill.attend_text, -1)),
-    "a tree sees one less": (
-        store,
-        "attend_cache",
-        _window(store.attend_cache, -1, of_trees=True),
-    ),
+    "a pass sees one more": (WindowStore, "dense", _window(1)),
+    "a prefill sees one more": (prefill, "attend_text", _prefilled(prefill.attend_text, 1)),
+    "a prefill sees one less": (prefill, "attend_text", _prefilled(prefill.attend_text, -1)),
+    "a tree sees one less": (WindowStore, "dense", _window(-1, of_trees=True)),
     "a stale mark": (Marks, "cut", _stale),
     "a mark one place late": (WindowStore, "take", _one_late),
 }
