@@ -9,12 +9,12 @@
 #include "host.h"
 #include "vectors.h"
 
-/* Most rows of x that numbers are multiplied with as they are decoded: registers have the sums of four
-   outputs. */
+/* Most rows of x that numbers are multiplied with as they are decoded: with more, registers do not hold
+   the sums of four outputs and what is being decoded. */
 #if defined(AVX512) || defined(NEON)
-enum { TOGETHER = 4 };
+enum { AT_ONCE = 3 };
 #else
-enum { TOGETHER = 2 };
+enum { AT_ONCE = 2 };
 #endif
 
 /* What becomes of the decoded numbers of a row of a weight: they are stored in `out`, or their products
@@ -25,7 +25,7 @@ typedef struct {
     float *out;
     const float *x;
     int64_t x_stride;
-    vf sums[TOGETHER];
+    vf sums[AT_ONCE];
 } Sink;
 
 /* W numbers from column `i`. */

@@ -1,9 +1,10 @@
 /* Products of up to MOST_ROWS rows with a weight in any format, summed in float32.
 
-   Some columns of DECODED rows of the weight are decoded into a buffer that stays in the first
-   cache, then multiplied by all rows. The order of a sum depends on the number of columns alone:
-   lane l of the one accumulator of a row and an output takes columns l, l + W, ... So a row has the
-   same bits whatever stands beside it, and whichever thread computes it. */
+   Numbers are multiplied with few rows as they are decoded. For more rows, some columns of DECODED
+   rows of the weight are decoded into a buffer that stays in the first cache, then multiplied by all
+   rows. The order of a sum depends on the number of columns alone: lane l of the one accumulator of a
+   row and an output takes columns l, l + W, ... So a row has the same bits whatever stands beside it,
+   and whichever thread computes it. */
 #pragma once
 
 #include "blocks.h"
@@ -12,6 +13,11 @@
 
 /* Columns that are decoded at a time: all of a short row, else SEGMENT of them. */
 enum { SEGMENT = 512, LONGEST = 640, OUTPUTS = 4, DECODED = 2 * OUTPUTS };
+#if defined(AVX512) || defined(NEON)
+enum { TOGETHER = 4 };
+#else
+enum { TOGETHER = 2 };
+#endif
 
 /* Prefetches bytes. Rows are stored one after the other, but read in segments, which hardware
    prefetchers do not follow. */
@@ -133,7 +139,7 @@ INLINE void finish(const Product *p, int64_t row, int64_t first, int count, cons
     }
 }
 
-/* Computes outputs of at most TOGETHER rows, OUTPUTS at a time, from `first` as long as none is beyond
+/* Computes outputs of at most AT_ONCE rows, OUTPUTS at a time, from `first` as long as none is beyond
    `end`: numbers are multiplied as they are decoded. Returns the output after the last one. */
 INLINE int64_t product_of_few(int rows, const Product *p, int64_t first, int64_t end) {
     const float none[OUTPUTS] = {0};
@@ -161,8 +167,7 @@ static int64_t multiply_at_once(const Product *p, int64_t first, int64_t end) {
     switch (p->rows) {
     case 1: return product_of_few(1, p, first, end);
     case 2: return product_of_few(2, p, first, end);
-    case 3: return TOGETHER > 2 ? product_of_few(3, p, first, end) : first;
-    case 4: return TOGETHER > 2 ? product_of_few(4, p, first, end) : first;
+    case 3: return AT_ONCE >= 3 ? product_of_few(3, p, first, end) : first;
     default: return first;
     }
 }
