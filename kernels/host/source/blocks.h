@@ -3,7 +3,7 @@
    one after the other.
 
    A function decodes one block, whose numbers are columns from `c`, in their order. Of long blocks it
-   decodes a part of 32, with the scales of the whole block. */
+   decodes a part, with the scales of the whole block. */
 #pragma once
 
 #include "host.h"
@@ -146,19 +146,24 @@ INLINE void scales_k(const uint8_t *at, float *out) {
     uint32_t first = word(at + 4), second = word(at + 8), third = word(at + 12);
     words all_six = {first & 0x3f3f3f3f, (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030),
                      second & 0x3f3f3f3f, (third >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030)};
-    scaled((bytes16)all_six, all(1), out);
-    float d = half(at), dmin = -half(at + 2);
-    for (int i = 0; i < 8; i++) {
-        out[i] *= d;
-        out[i + 8] *= dmin;
+    vf d = all(half(at)), dmin = all(-half(at + 2));
+    for (int part = 0; part < 16 / W; part++) {
+        vf six = floats(unsigned_part((bytes16)all_six, part));
+#if W == 16
+        store(out, six * choose(FIRST_HALF, d, dmin));
+#else
+        store(out + part * W, six * (part * W < 8 ? d : dmin));
+#endif
     }
 }
 
 INLINE void part_q4_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
-    Table table = table_of(COUNTED, all(scales[part]), all(scales[8 + part]));
-    for (int i = 0; i < 32; i += 16) {
-        bytes16 both = load_bytes(at + 16 + part / 2 * 32 + i);
-        put_chosen(to, c + i, table, both, part % 2 * 4);
+    bytes16 both[2] = {load_bytes(at + 16 + 32 * part), load_bytes(at + 32 + 32 * part)};
+    for (int upper = 0; upper < 2; upper++) {
+        int index = 2 * part + upper;
+        Table table = table_of(COUNTED, all(scales[index]), all(scales[8 + index]));
+        for (int i = 0; i < 2; i++)
+            put_chosen(to, c + 32 * upper + 16 * i, table, both[i], 4 * upper);
     }
 }
 

@@ -46,14 +46,14 @@ INLINE void decode_rows(const Weight *w, int64_t row, int rows, int64_t first, i
 #define BLOCKS(NAME, block, elements, nbytes)                                             \
     case NAME: EACH(elements, block(BLOCK(elements, nbytes), c, to + r))
 #define BLOCK(elements, nbytes) next_block(w, row + r, (first + c) / (elements), nbytes, later)
-#define LONG_BLOCKS(NAME, scales_of, part_of, elements, nbytes)                           \
+#define LONG_BLOCKS(NAME, scales_of, part_of, size, elements, nbytes)                     \
     case NAME:                                                                            \
         for (int64_t c = 0; c + (elements) <= count; c += (elements)) {                   \
             const uint8_t *at[OUTPUTS];                                                   \
             float scales[OUTPUTS][32];                                                    \
             EACH_ROW scales_of(at[r] = BLOCK(elements, nbytes), scales[r]);               \
-            UNROLL(8) for (int part = 0; part < (elements) / 32; part++)                  \
-                EACH_ROW part_of(at[r], part, scales[r], c + 32 * part, to + r);          \
+            UNROLL(8) for (int part = 0; part < (elements) / (size); part++)              \
+                EACH_ROW part_of(at[r], part, scales[r], c + (size) * part, to + r);      \
         }                                                                                 \
         return;
     switch (w->format) {
@@ -65,15 +65,15 @@ INLINE void decode_rows(const Weight *w, int64_t row, int rows, int64_t first, i
         BLOCKS(Q5_0, block_q5_0, 32, 22)
         BLOCKS(Q5_1, block_q5_1, 32, 24)
         BLOCKS(Q8_0, block_q8_0, 32, 34)
-        LONG_BLOCKS(Q2_K, scales_q2_k, part_q2_k, 256, 84)
-        LONG_BLOCKS(Q3_K, scales_q3_k, part_q3_k, 256, 110)
-        LONG_BLOCKS(Q4_K, scales_k, part_q4_k, 256, 144)
-        LONG_BLOCKS(Q5_K, scales_k, part_q5_k, 256, 176)
-        LONG_BLOCKS(Q6_K, scales_q6_k, part_q6_k, 256, 210)
+        LONG_BLOCKS(Q2_K, scales_q2_k, part_q2_k, 32, 256, 84)
+        LONG_BLOCKS(Q3_K, scales_q3_k, part_q3_k, 32, 256, 110)
+        LONG_BLOCKS(Q4_K, scales_k, part_q4_k, 64, 256, 144)
+        LONG_BLOCKS(Q5_K, scales_k, part_q5_k, 32, 256, 176)
+        LONG_BLOCKS(Q6_K, scales_q6_k, part_q6_k, 32, 256, 210)
         BLOCKS(IQ4_NL, block_iq4_nl, 32, 18)
-        LONG_BLOCKS(IQ4_XS, scales_iq4_xs, part_iq4_xs, 256, 136)
+        LONG_BLOCKS(IQ4_XS, scales_iq4_xs, part_iq4_xs, 32, 256, 136)
         BLOCKS(MXFP4, block_mxfp4, 32, 17)
-        LONG_BLOCKS(F8_E4M3, scales_f8_e4m3, part_f8_e4m3, 128, 132)
+        LONG_BLOCKS(F8_E4M3, scales_f8_e4m3, part_f8_e4m3, 32, 128, 132)
     case HIGH_BF16: EACH(W, vector_high_bf16(BLOCK(W, W), w->base[row + r], c, to + r))
     case INT4:
         EACH(w->group, group_int4(w, row + r, (first + c) / w->group,

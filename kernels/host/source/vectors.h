@@ -43,6 +43,9 @@ INLINE void store(float *at, vf v) { *(vf_any *)at = v; }
 INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vi all_int(int32_t x) { return x - (vi){0}; }
 INLINE bytes16 load_bytes(const uint8_t *at) { return *(const bytes16_any *)at; }
+#if W == 16
+static const vi FIRST_HALF = {-1, -1, -1, -1, -1, -1, -1, -1};
+#endif
 INLINE vf choose(vi where, vf a, vf b) { return (vf)((where & (vi)a) | (~where & (vi)b)); }
 
 /* The integers of W unsigned or signed bytes at an address, of the `part`th W of 16 bytes, and of W
