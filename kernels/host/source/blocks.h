@@ -9,31 +9,21 @@
 #include "host.h"
 #include "vectors.h"
 
-/* Most rows of x that numbers are multiplied with as they are decoded: with more, registers do not hold
-   the sums of four outputs and what is being decoded. */
-#if defined(AVX512) || defined(NEON)
-enum { AT_ONCE = 3 };
-#else
-enum { AT_ONCE = 2 };
-#endif
-
 /* What becomes of the decoded numbers of a row of a weight: they are stored in `out`, or their products
-   with the numbers of `rows` rows of x are added to `sums`. The number of rows is a constant wherever
-   this is inlined, and 0 if numbers are stored. */
+   with the numbers of x are added to the sum of one row of x or of two. The number of rows is a constant
+   wherever this is inlined, and 0 if numbers are stored. */
 typedef struct {
     int rows;
     float *out;
-    const float *x;
-    int64_t x_stride;
-    vf sums[AT_ONCE];
+    const float *x[2];
+    vf first, second;
 } Sink;
 
 /* W numbers from column `i`. */
 INLINE void put(Sink *to, int64_t i, vf numbers) {
     if (!to->rows) store(to->out + i, numbers);
-    UNROLL(4)
-    for (int r = 0; r < to->rows; r++)
-        to->sums[r] = fma_of(load(to->x + r * to->x_stride + i), numbers, to->sums[r]);
+    if (to->rows > 0) to->first = fma_of(load(to->x[0] + i), numbers, to->first);
+    if (to->rows > 1) to->second = fma_of(load(to->x[1] + i), numbers, to->second);
 }
 
 /* scale * number, for 16 signed bytes. */

@@ -33,67 +33,77 @@ INLINE const uint8_t *next_block(const Weight *w, int64_t row, int64_t block, in
     return at;
 }
 
-/* Decodes a part of some rows of a weight, from `row`, in the order of their columns: a multiple of
-   256 columns, or up to the last one, but for those that fill no vector. `rows` is a constant wherever
-   this is inlined. Split matrices have their own function. */
-INLINE void decode_rows(const Weight *w, int64_t row, int rows, int64_t first, int64_t count,
-                        Sink *to) {
-    int64_t later = to->rows ? rows : 0;
+/* The functions below decode a part of `rows` rows of a weight, from `row`, in the order of their columns:
+   a multiple of 256 columns, or up to the last one, but for those that fill no vector. `rows` is a
+   constant wherever they are inlined. */
+#define ROWS_OF(NAME)                                                                          \
+    INLINE void rows_##NAME(const Weight *w, int64_t row, int rows, int64_t first, int64_t count, \
+                            Sink *to)
 #define EACH_ROW UNROLL(4) for (int r = 0; r < rows; r++)
-#define EACH(elements, decode_one)                                                        \
-    for (int64_t c = 0; c + (elements) <= count; c += (elements)) EACH_ROW decode_one;    \
-    return;
-#define BLOCKS(NAME, block, elements, nbytes)                                             \
-    case NAME: EACH(elements, block(BLOCK(elements, nbytes), c, to + r))
-#define BLOCK(elements, nbytes) next_block(w, row + r, (first + c) / (elements), nbytes, later)
-#define LONG_BLOCKS(NAME, scales_of, part_of, size, elements, nbytes)                     \
-    case NAME:                                                                            \
-        for (int64_t c = 0; c + (elements) <= count; c += (elements)) {                   \
-            const uint8_t *at[OUTPUTS];                                                   \
-            float scales[OUTPUTS][32];                                                    \
-            EACH_ROW scales_of(at[r] = BLOCK(elements, nbytes), scales[r]);               \
-            UNROLL(8) for (int part = 0; part < (elements) / (size); part++)              \
-                EACH_ROW part_of(at[r], part, scales[r], c + (size) * part, to + r);      \
-        }                                                                                 \
-        return;
-    switch (w->format) {
-        BLOCKS(F32, vector_f32, W, 4 * W)
-        BLOCKS(F16, vector_f16, W, 2 * W)
-        BLOCKS(BF16, vector_bf16, W, 2 * W)
-        BLOCKS(Q4_0, block_q4_0, 32, 18)
-        BLOCKS(Q4_1, block_q4_1, 32, 20)
-        BLOCKS(Q5_0, block_q5_0, 32, 22)
-        BLOCKS(Q5_1, block_q5_1, 32, 24)
-        BLOCKS(Q8_0, block_q8_0, 32, 34)
-        LONG_BLOCKS(Q2_K, scales_q2_k, part_q2_k, 32, 256, 84)
-        LONG_BLOCKS(Q3_K, scales_q3_k, part_q3_k, 32, 256, 110)
-        LONG_BLOCKS(Q4_K, scales_k, part_q4_k, 64, 256, 144)
-        LONG_BLOCKS(Q5_K, scales_k, part_q5_k, 32, 256, 176)
-        LONG_BLOCKS(Q6_K, scales_q6_k, part_q6_k, 32, 256, 210)
-        BLOCKS(IQ4_NL, block_iq4_nl, 32, 18)
-        LONG_BLOCKS(IQ4_XS, scales_iq4_xs, part_iq4_xs, 32, 256, 136)
-        BLOCKS(MXFP4, block_mxfp4, 32, 17)
-        LONG_BLOCKS(F8_E4M3, scales_f8_e4m3, part_f8_e4m3, 32, 128, 132)
-    case HIGH_BF16: EACH(W, vector_high_bf16(BLOCK(W, W), w->base[row + r], c, to + r))
-    case INT4:
-        EACH(w->group, group_int4(w, row + r, (first + c) / w->group,
-                                  BLOCK(w->group, w->group / 2), c, to + r))
+#define BLOCK(elements, nbytes) \
+    next_block(w, row + r, (first + c) / (elements), nbytes, to->rows ? rows : 0)
+#define BLOCKS(NAME, block, elements, nbytes)                                                  \
+    ROWS_OF(NAME) {                                                                            \
+        for (int64_t c = 0; c + (elements) <= count; c += (elements))                          \
+            EACH_ROW block(BLOCK(elements, nbytes), c, to + r);                                \
     }
-#undef LONG_BLOCKS
-#undef BLOCK
-#undef BLOCKS
-#undef EACH
-#undef EACH_ROW
+/* Blocks of 256 numbers or 128, with scales for parts of `size` numbers. */
+#define LONG_BLOCKS(NAME, scales_of, part_of, size, elements, nbytes)                          \
+    ROWS_OF(NAME) {                                                                            \
+        for (int64_t c = 0; c + (elements) <= count; c += (elements)) {                        \
+            const uint8_t *at[OUTPUTS];                                                        \
+            float scales[OUTPUTS][32];                                                         \
+            EACH_ROW scales_of(at[r] = BLOCK(elements, nbytes), scales[r]);                    \
+            UNROLL(8) for (int part = 0; part < (elements) / (size); part++)                   \
+                EACH_ROW part_of(at[r], part, scales[r], c + (size) * part, to + r);           \
+        }                                                                                      \
+    }
+
+BLOCKS(F32, vector_f32, W, 4 * W)
+BLOCKS(F16, vector_f16, W, 2 * W)
+BLOCKS(BF16, vector_bf16, W, 2 * W)
+BLOCKS(Q4_0, block_q4_0, 32, 18)
+BLOCKS(Q4_1, block_q4_1, 32, 20)
+BLOCKS(Q5_0, block_q5_0, 32, 22)
+BLOCKS(Q5_1, block_q5_1, 32, 24)
+BLOCKS(Q8_0, block_q8_0, 32, 34)
+LONG_BLOCKS(Q2_K, scales_q2_k, part_q2_k, 32, 256, 84)
+LONG_BLOCKS(Q3_K, scales_q3_k, part_q3_k, 32, 256, 110)
+LONG_BLOCKS(Q4_K, scales_k, part_q4_k, 64, 256, 144)
+LONG_BLOCKS(Q5_K, scales_k, part_q5_k, 32, 256, 176)
+LONG_BLOCKS(Q6_K, scales_q6_k, part_q6_k, 32, 256, 210)
+BLOCKS(IQ4_NL, block_iq4_nl, 32, 18)
+LONG_BLOCKS(IQ4_XS, scales_iq4_xs, part_iq4_xs, 32, 256, 136)
+BLOCKS(MXFP4, block_mxfp4, 32, 17)
+LONG_BLOCKS(F8_E4M3, scales_f8_e4m3, part_f8_e4m3, 32, 128, 132)
+ROWS_OF(HIGH_BF16) {
+    for (int64_t c = 0; c + W <= count; c += W)
+        EACH_ROW vector_high_bf16(BLOCK(W, W), w->base[row + r], c, to + r);
+}
+ROWS_OF(INT4) {
+    for (int64_t c = 0; c + w->group <= count; c += w->group)
+        EACH_ROW group_int4(w, row + r, (first + c) / w->group, BLOCK(w->group, w->group / 2), c,
+                            to + r);
 }
 
-/* Decodes a part of a row of a weight to memory, as `decode_rows` does. */
+/* All formats but that of split matrices, whose exceptions come last. */
+#define IN_ORDER(X)                                                                            \
+    X(F32) X(F16) X(BF16) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) \
+    X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) X(F8_E4M3) X(HIGH_BF16) X(INT4)
+
+/* Decodes a part of a row of a weight to memory: as above, or up to the last column. */
 static void decode(const Weight *w, int64_t row, int64_t first, int64_t count, float *out) {
     if (w->format == SPLIT_BF16) {
         decode_split_bf16(w, row, first, count, out);
         return;
     }
     Sink to = {.out = out};
-    decode_rows(w, row, 1, first, count, &to);
+    switch (w->format) {
+#define DECODE(NAME) \
+    case NAME: rows_##NAME(w, row, 1, first, count, &to); break;
+        IN_ORDER(DECODE)
+#undef DECODE
+    }
     int64_t size = w->format == F32 ? 4 : 2, c = count / W * W;
     if (w->format == HIGH_BF16)
         for (; c < count; c++) out[c] = high_bf16_one(w, row, first + c);
@@ -139,37 +149,48 @@ INLINE void finish(const Product *p, int64_t row, int64_t first, int count, cons
     }
 }
 
-/* Computes outputs of at most AT_ONCE rows, OUTPUTS at a time, from `first` as long as none is beyond
-   `end`: numbers are multiplied as they are decoded. Returns the output after the last one. */
-INLINE int64_t product_of_few(int rows, const Product *p, int64_t first, int64_t end) {
+INLINE void end_sums(const Product *p, int64_t row, int64_t first, const vf *sums) {
     const float none[OUTPUTS] = {0};
-    for (; first + OUTPUTS <= end; first += OUTPUTS) {
-        Sink to[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; o++) {
-            to[o] = (Sink){.rows = rows, .x = p->x, .x_stride = p->x_stride};
-            for (int r = 0; r < rows; r++) to[o].sums[r] = all(0);
-        }
-        decode_rows(p->weight, first, OUTPUTS, 0, p->weight->columns, to);
-        for (int r = 0; r < rows; r++) {
-            vf sums[OUTPUTS];
-            for (int o = 0; o < OUTPUTS; o++) sums[o] = to[o].sums[r];
-            finish(p, r, first, OUTPUTS, sums, none);
-        }
-    }
-    return first;
+    finish(p, row, first, OUTPUTS, sums, none);
 }
+
+/* Computes outputs of one or two rows, OUTPUTS at a time, from `first` as long as none is beyond `end`:
+   numbers are multiplied as they are decoded. Returns the output after the last one. Each format has
+   functions of its own, so that a compiler knows what to keep in registers. */
+#define OF_ROWS(function, NAME, ROWS)                                                          \
+    static __attribute__((noinline)) int64_t function(const Product *p, int64_t first, int64_t end) { \
+        for (; first + OUTPUTS <= end; first += OUTPUTS) {                                     \
+            Sink to[OUTPUTS];                                                                  \
+            UNROLL(4) for (int o = 0; o < OUTPUTS; o++)                                        \
+                to[o] = (Sink){ROWS, NULL, {p->x, p->x + p->x_stride}, all(0), all(0)};        \
+            rows_##NAME(p->weight, first, OUTPUTS, 0, p->weight->columns, to);                 \
+            vf sums[2][OUTPUTS];                                                               \
+            UNROLL(4) for (int o = 0; o < OUTPUTS; o++)                                        \
+                sums[0][o] = to[o].first, sums[1][o] = to[o].second;                           \
+            for (int r = 0; r < ROWS; r++) end_sums(p, r, first, sums[r]);                     \
+        }                                                                                      \
+        return first;                                                                          \
+    }
+#define OF_FEW(NAME) OF_ROWS(product_of_one_##NAME, NAME, 1) OF_ROWS(product_of_two_##NAME, NAME, 2)
+#if HAS_UNITS
+IN_ORDER(OF_FEW)
+#endif
 
 /* Does so if rows of the weight are whole vectors of numbers that are multiplied as they are stored.
    Without vector units that would be much code for little. */
 static int64_t multiply_at_once(const Product *p, int64_t first, int64_t end) {
-    const Weight *w = p->weight;
-    if (!HAS_UNITS || w->format == SPLIT_BF16 || p->rounded != F32 || w->columns % W) return first;
-    switch (p->rows) {
-    case 1: return product_of_few(1, p, first, end);
-    case 2: return product_of_few(2, p, first, end);
-    case 3: return AT_ONCE >= 3 ? product_of_few(3, p, first, end) : first;
-    default: return first;
+#if HAS_UNITS
+    if ((p->rows != 1 && p->rows != 2) || p->rounded != F32 || p->weight->columns % W) return first;
+    switch (p->weight->format) {
+#define MULTIPLY(NAME) \
+    case NAME:         \
+        return (p->rows == 1 ? product_of_one_##NAME : product_of_two_##NAME)(p, first, end);
+        IN_ORDER(MULTIPLY)
+#undef MULTIPLY
     }
+#endif
+    (void)p, (void)end;
+    return first;
 }
 
 static void product(const Product *p, int64_t first, int64_t end) {
