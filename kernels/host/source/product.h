@@ -149,16 +149,12 @@ INLINE void finish(const Product *p, int64_t row, int64_t first, int count, cons
     }
 }
 
-INLINE void end_sums(const Product *p, int64_t row, int64_t first, const vf *sums) {
-    const float none[OUTPUTS] = {0};
-    finish(p, row, first, OUTPUTS, sums, none);
-}
-
 /* Computes outputs of one or two rows, OUTPUTS at a time, from `first` as long as none is beyond `end`:
    numbers are multiplied as they are decoded. Returns the output after the last one. Each format has
    functions of its own, so that a compiler knows what to keep in registers. */
 #define OF_ROWS(function, NAME, ROWS)                                                          \
-    static __attribute__((noinline)) int64_t function(const Product *p, int64_t first, int64_t end) { \
+    static NOINLINE int64_t function(const Product *p, int64_t first, int64_t end) {           \
+        const float none[OUTPUTS] = {0};                                                       \
         for (; first + OUTPUTS <= end; first += OUTPUTS) {                                     \
             Sink to[OUTPUTS];                                                                  \
             UNROLL(4) for (int o = 0; o < OUTPUTS; o++)                                        \
@@ -167,7 +163,7 @@ INLINE void end_sums(const Product *p, int64_t row, int64_t first, const vf *sum
             vf sums[2][OUTPUTS];                                                               \
             UNROLL(4) for (int o = 0; o < OUTPUTS; o++)                                        \
                 sums[0][o] = to[o].first, sums[1][o] = to[o].second;                           \
-            for (int r = 0; r < ROWS; r++) end_sums(p, r, first, sums[r]);                     \
+            for (int r = 0; r < ROWS; r++) finish(p, r, first, OUTPUTS, sums[r], none);        \
         }                                                                                      \
         return first;                                                                          \
     }

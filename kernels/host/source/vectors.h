@@ -30,6 +30,7 @@
 #define UNROLL(times) AS_PRAGMA(GCC unroll times)
 #endif
 
+#define NOINLINE __attribute__((noinline))
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(4 * W)));
