@@ -214,7 +214,8 @@ class Cache(Protocol):
         self, layer: int, batch: ForwardBatch, *, has_window: bool = False
     ) -> DenseKeys | None:
         """Return the keys of a layer, if all are on the device, for a caller that writes those of
-        the batch's rows and attends by itself, as `attend` would. None if only the cache can.
+        the batch's rows and attends by itself, as `attend` would, or that then calls `attend`. None
+        if only the cache can.
 
         has_window: whether the layer is one of those with a window, as in `attend_window`
 

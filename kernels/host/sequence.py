@@ -15,7 +15,7 @@ import torch
 
 from triforce_kernels.attention.dense import DenseKeys
 from triforce_kernels.attention.streaming import unseen
-from triforce_kernels.checks import require
+from triforce_kernels.checks import alike, require
 from triforce_kernels.host.attention import MOST_HEAD_DIM, describe_keys, describe_own, parts
 from triforce_kernels.host.layer import NormKind, Operation
 from triforce_kernels.host.library import library
@@ -154,13 +154,14 @@ class Sequence:
         eps: float,
         *,
         adds: bool = False,
-        heads: int = 1,
+        heads: int | None = None,
         first: int = 0,
     ) -> None:
         """Norm rows, or heads of them, each as wide as the weight.
 
         weight: [width], float32; see `host.h`
-        first: column of the first head, in x and in `out`
+        heads, first: number of heads, and column of the first one, in x and in `out`; None for
+            whole rows
 
         Raises ValueError.
         """
@@ -169,7 +170,7 @@ class Sequence:
             "Sequence.norm",
             _is_vector(weight, width)
             and out.width == x.width
-            and 0 <= first <= x.width - heads * width,
+            and (x.width == width if heads is None else 0 <= first <= x.width - heads * width),
             x=x,
             out=out,
             weight=weight,
@@ -181,7 +182,7 @@ class Sequence:
             format=_F32,
             out_format=_F32,
             kind=kind,
-            heads=heads,
+            heads=heads or 1,
             width=width,
             x_row=x.width,
             x_head=width,
@@ -262,7 +263,9 @@ class Sequence:
         """Make the calls.
 
         given: contiguous float32 rows [rows, width], 1 to FEW_ROWS of them
-        keys, rotation, visible: as for `attend_dense`, if there is an attention
+        keys, rotation, visible: as for `attend_dense`, if there is an attention; float32
+
+        Raises ValueError for keys, cosines or sines that do not fit.
         """
         if self._calls is None:
             self._calls = self._closed()
@@ -303,12 +306,23 @@ class Sequence:
         rope, attention = self._attention
         key, value, start = keys.key, keys.value, keys.start
         end, drafted = start + rows, rows if visible is None else visible.shape[1]
+        size = attention.head_dim
         require(
             "Sequence.run",
-            0 <= start <= key.shape[1] - rows and rows <= drafted <= end,
+            key.shape == value.shape == (attention.heads, key.shape[1], size)
+            and key.stride(2) == value.stride(2) == 1
+            and all(each.shape == (rows, size) for each in rotation)
+            and alike(key, value, *rotation)
+            and self.reads(keys)
+            and 0 <= start <= key.shape[1] - rows
+            and rows <= drafted <= end
+            and (visible is None or (visible.shape, visible.dtype) == ((rows, drafted), torch.bool))
+            and (visible is None or visible.is_contiguous()),
             key=key,
+            value=value,
             start=start,
             rows=rows,
+            cos=rotation[0],
             visible=visible,
         )
         cos, sin = (each.contiguous() for each in rotation)

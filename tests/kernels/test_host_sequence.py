@@ -162,11 +162,23 @@ def test_keys_that_an_attention_does_not_take() -> None:
     assert not calls.reads(plain._replace(scale=torch.ones(2, KV_HEADS, HEAD_DIM)))
     assert not calls.reads(plain._replace(start=torch.zeros(1, dtype=torch.int64)))
     x, out = torch.zeros(2, QKV), torch.zeros(2, HEADS * HEAD_DIM)
-    rotation = (torch.ones(2, HEAD_DIM),) * 2
-    for wrong, visible in ((CAPACITY - 1, None), (-1, None), (0, torch.ones(2, 3).bool())):
-        there = plain._replace(start=wrong)
+    rotation, seen = (torch.ones(2, HEAD_DIM),) * 2, torch.ones(2, 3).bool()
+    for there, turned, visible in (
+        (plain._replace(start=CAPACITY - 1), rotation, None),
+        (plain._replace(start=-1), rotation, None),
+        (plain._replace(key=keys[0][1:], value=keys[1][1:]), rotation, None),
+        (plain._replace(value=keys[1][:, 1:]), rotation, None),
+        (plain._replace(key=keys[0].half()), rotation, None),
+        (plain, (torch.ones(2, HEAD_DIM // 2),) * 2, None),
+        (plain, (torch.ones(2, HEAD_DIM).double(),) * 2, None),
+        # More keys than there are, too few rows, no booleans, and not one after the other.
+        (plain, rotation, seen),
+        (plain._replace(start=5), rotation, seen[1:]),
+        (plain._replace(start=5), rotation, seen.long()),
+        (plain._replace(start=5), rotation, torch.ones(2, 6).bool()[:, ::2]),
+    ):
         with pytest.raises(ValueError, match=r"Sequence\.run"):
-            calls.run(x, out, keys=there, rotation=rotation, visible=visible)
+            calls.run(x, out, keys=there, rotation=turned, visible=visible)
     for heads, head_dim in ((HEADS + 1, HEAD_DIM), (HEADS, HEAD_DIM + 2)):
         other = Sequence()
         rows, into = other.given(QKV), other.given(HEADS * HEAD_DIM)
@@ -216,6 +228,8 @@ def test_what_a_sequence_is_not_made_of() -> None:
         calls.product(x, dense[:, :HIDDEN], out, torch.zeros(WIDTH, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"Sequence\.norm"):
         calls.norm(x, torch.zeros(HIDDEN + 1), x, NormKind.RMS, 0.0, EPS)
+    with pytest.raises(ValueError, match=r"Sequence\.norm"):
+        calls.norm(x, torch.zeros(HIDDEN - 1), x, NormKind.RMS, 0.0, EPS)
     calls.product(x, dense[:, :HIDDEN], out)
     calls.run(numbers(1, HIDDEN, seed=2), torch.empty(1, WIDTH))
     with pytest.raises(ValueError, match="no more calls"):

@@ -6,6 +6,7 @@ Rows get the same bits as from `Model`'s own operations, which are of the same k
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isclose
 
 import torch
 
@@ -91,7 +92,7 @@ class FusedLayer:
         mixed = after.given(w["o"].shape[1])
         _finish(after, spec, norm, w, mixed, after.given(w["o"].shape[0]))
         whole = None
-        # The mixer of a head takes other rows than those that it adds to.
+        # The mixer of an EAGLE-3 head takes other rows than those that it adds to.
         alike = hidden.width == w["o"].shape[0]
         if alike and isinstance(spec.mixer, Attention) and _plain(spec.mixer):
             calls = _whole(spec, spec.mixer, norm, w)
@@ -109,7 +110,7 @@ def _goes_on(spec: LayerSpec) -> bool:
 def _plain(mixer: Attention) -> bool:
     """Return whether an attention has nothing that `Sequence.attention` does not know."""
     more = (mixer.value_norm, mixer.output_gate, mixer.head_gate, mixer.sinks, mixer.score_cap)
-    scaled = mixer.scale is not None and mixer.scale * mixer.head_dim**0.5 != 1
+    scaled = mixer.scale is not None and not isclose(mixer.scale * mixer.head_dim**0.5, 1)
     return not any(more) and mixer.projects_values and not scaled
 
 

@@ -81,7 +81,7 @@ void divide(Part part, const void *job, int64_t count, int64_t step, int threads
     divide_all(&task, 1, threads);
 }
 
-/* Outputs of a part of a product: at least 8 parts a thread, if these are not too small. */
+/* Outputs of the least part of a product: an eighth of a thread's share, if that is not too small. */
 int64_t outputs_at_once(const Product *p, int threads) {
     int64_t step = p->outputs / (8 * threads), least = rows_at_once(p->weight->columns);
     return ((step < least ? least : step) + 7) / 8 * 8;

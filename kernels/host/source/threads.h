@@ -7,7 +7,7 @@ extern const Kernels *kernels;
 
 typedef void (*Part)(const void *job, int64_t first, int64_t end);
 
-/* `count` items, of which a free thread computes `step` at a time. */
+/* `count` items, of which a free thread computes `step` at a time or more. */
 typedef struct {
     Part part;
     const void *job;

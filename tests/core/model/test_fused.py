@@ -1,9 +1,10 @@
-"""Layers of which a processor computes all but the mixing by two calls, at few rows: the bits are
-those of the layer's single operations.
+"""Layers that a processor computes by one call, or by two around their mixer, at few rows: the bits
+are those of the layer's single operations.
 """
 
 from __future__ import annotations
 
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from triforce_kernels.host.sequence import Sequence
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
 
 PROMPT, TEXT, ROWS = 20, 60, 7
+# Passes of so many rows in which the text is read.
+PASSES = 7
 # One for each way in which layers differ around their mixers; the others with `--all`.
 FEW = (
     *("llama", "llama-bias", "qwen3", "gemma3", "gemma4", "granite", "olmo3", "cohere2", "phi3"),
@@ -46,22 +49,26 @@ def logits(path: Path) -> tuple[torch.Tensor, int]:
     """Logits of passes, and how many runs a pass has if all is fused that can be."""
     drafts = {"method": "speculative", "draft": "ngram", "draft_tokens": 24}
     with Engine.from_pretrained(path, device="cpu", max_context=128, **drafts) as engine:
-        layers = engine.models.target.config.layers
-        runs = sum(runs_of(each) for each in layers)
+        config = engine.models.target.config
+        scales = config.rope.query_growth is not None
+        runs = sum(runs_of(each, scales=scales) for each in config.layers)
         text = random_ids(TEXT, seed=1)
         # A chain after trees: the calls that serve both keep nothing of a tree.
         found = in_trees(engine, text, PROMPT), in_passes(engine, text, PROMPT, ROWS)
         return torch.cat(found), runs
 
 
-def runs_of(layer: LayerSpec) -> int:
-    """How many calls compute a layer: one, two around its mixer, or one before it."""
+def runs_of(layer: LayerSpec, *, scales: bool) -> int:
+    """How many calls compute a layer: one, two around its mixer, or one before it. scales: whether
+    factors of queries grow with their positions
+    """
     dense = isinstance(layer.mlp, DenseMLP) and layer.mlp.activation.gated
     if layer.parallel or not dense:
         return 1
     mixer = layer.mixer
-    plain = isinstance(mixer, Attention) and mixer.scale in (None, mixer.head_dim**-0.5)
-    if not plain or not mixer.projects_values:
+    if not isinstance(mixer, Attention) or not mixer.projects_values or scales:
+        return 2
+    if mixer.scale is not None and not isclose(mixer.scale, mixer.head_dim**-0.5):
         return 2
     more = (mixer.value_norm, mixer.output_gate, mixer.head_gate, mixer.sinks, mixer.score_cap)
     return 2 if any(more) else 1
@@ -74,14 +81,27 @@ def test_bits_are_those_of_single_operations(
     if family not in FEW and not whole:
         pytest.skip("with --all")
     make_model(family, tmp_path)
+    check(tmp_path, runs, monkeypatch)
+
+
+def test_norms_of_gemma_in_one_call(tmp_path, runs, monkeypatch) -> None:
+    """The factors of its norms are 1 + weight, and heads are normed; its queries are scaled as
+    everywhere where heads have the size that the real models' have.
+    """
+    make_model("gemma3", tmp_path, query_pre_attn_scalar=16)
+    assert check(tmp_path, runs, monkeypatch) == 3
+
+
+def check(tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Compare the bits. Return the number of runs of a pass."""
     fused, runs_of_a_pass = logits(tmp_path)
-    passes, rest = divmod(runs.count(ROWS), runs_of_a_pass)
-    assert passes > 3
-    assert not rest
+    # No run more: where one call could compute a layer, two did not.
+    assert runs.count(ROWS) == PASSES * runs_of_a_pass
     monkeypatch.setattr(FusedLayer, "of", lambda *layer: FusedLayer())
     runs.clear()
     assert torch.equal(logits(tmp_path)[0], fused)
     assert not runs
+    return runs_of_a_pass
 
 
 def test_half_precision_is_left_to_single_operations(tmp_path, runs) -> None:
