@@ -81,7 +81,8 @@ class Sequence:
 
     def __init__(self) -> None:
         self._given: list[int] = []
-        self._own = 0
+        # Columns of the run's own memory that are in use, and the most that were.
+        self._own = self._most = 0
         self._structs: list[ctypes.Structure] = []
         self._places: list[Place] = []
         self._counts: list[Count] = []
@@ -97,9 +98,18 @@ class Sequence:
         return Rows(len(self._given), width)
 
     def own(self, width: int) -> Rows:
-        """Return rows that exist during a run."""
+        """Return rows that exist during a run, at least until `drop`."""
+        before = self._own
         self._own += width
-        return Rows(0, width, self._own - width)
+        self._most = max(self._most, self._own)
+        return Rows(0, width, before)
+
+    def drop(self, after: Rows) -> None:
+        """Let what comes next take the memory of all rows after these: no call reads them any more.
+
+        after: of the run's own memory
+        """
+        self._own = after.before + after.width
 
     def product(
         self,
@@ -272,7 +282,7 @@ class Sequence:
         rows = given[0].shape[0]
         if self._attention is not None:
             self._describe(rows, keys, rotation, visible)
-        own = torch.empty(rows * self._own, dtype=torch.float32, device="cpu")
+        own = torch.empty(rows * self._most, dtype=torch.float32, device="cpu")
         bases = (ctypes.c_void_p * (len(given) + 1))(
             own.data_ptr(), *(each.data_ptr() for each in given)
         )

@@ -117,7 +117,7 @@ def _plain(mixer: Attention) -> bool:
 def _whole(spec: LayerSpec, mixer: Attention, norm: Norm, w: Views) -> Sequence:
     calls = Sequence()
     hidden = calls.given(w["o"].shape[0])
-    qkv, mixed = calls.own(w["qkv"].shape[0]), calls.own(mixer.queries)
+    mixed, qkv = calls.own(mixer.queries), calls.own(w["qkv"].shape[0])
     _project(calls, norm, w, hidden, qkv)
     if mixer.qk_norm:
         both = ("q_norm", mixer.heads, 0), ("k_norm", mixer.kv_heads, mixer.queries)
@@ -125,6 +125,7 @@ def _whole(spec: LayerSpec, mixer: Attention, norm: Norm, w: Views) -> Sequence:
             heads = 1 if mixer.norm_over_heads else count
             calls.norm(qkv, w[name], qkv, *norm.on_host, norm.eps, heads=heads, first=first)
     calls.attention(qkv, mixed, mixer.heads, mixer.kv_heads, mixer.head_dim)
+    calls.drop(mixed)
     _finish(calls, spec, norm, w, mixed, hidden)
     return calls
 
