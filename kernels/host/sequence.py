@@ -55,7 +55,7 @@ _KINDS = {
     Attention: _Kind.ATTENTION,
     Merge: _Kind.MERGE,
 }
-# Numbers of rows that calls with rows have.
+# The field that is the number of rows, in most calls.
 _ROWS = {"rows": 1}
 
 

@@ -172,8 +172,8 @@ INLINE void finish(const Product *p, int64_t row, int64_t first, int count, cons
 IN_ORDER(OF_FEW)
 #endif
 
-/* Does so if rows of the weight are whole vectors of numbers that are multiplied as they are stored.
-   Without vector units that would be much code for little. */
+/* Calls these functions if rows of the weight are whole vectors, and their numbers are not rounded.
+   Returns the first output that is left. Without vector units they would be much code for little. */
 static int64_t multiply_at_once(const Product *p, int64_t first, int64_t end) {
 #if HAS_UNITS
     if ((p->rows != 1 && p->rows != 2) || p->rounded != F32 || p->weight->columns % W) return first;

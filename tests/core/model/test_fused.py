@@ -23,7 +23,7 @@ from triforce_kernels.host.sequence import Sequence
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
 
 PROMPT, TEXT, ROWS = 20, 60, 7
-# Passes of so many rows in which the text is read.
+# Passes of ROWS rows in which the text is read.
 PASSES = 7
 # One for each way in which layers differ around their mixers; the others with `--all`.
 FEW = (
@@ -85,8 +85,8 @@ def test_bits_are_those_of_single_operations(
 
 
 def test_norms_of_gemma_in_one_call(tmp_path, runs, monkeypatch) -> None:
-    """The factors of its norms are 1 + weight, and heads are normed; its queries are scaled as
-    everywhere where heads have the size that the real models' have.
+    """The factors of its norms are 1 + weight, and heads are normed. The scale of its queries is the
+    common one, as in real models.
     """
     make_model("gemma3", tmp_path, query_pre_attn_scalar=16)
     assert check(tmp_path, runs, monkeypatch) == 3
@@ -95,7 +95,7 @@ def test_norms_of_gemma_in_one_call(tmp_path, runs, monkeypatch) -> None:
 def check(tmp_path: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch) -> int:
     """Compare the bits. Return the number of runs of a pass."""
     fused, runs_of_a_pass = logits(tmp_path)
-    # No run more: where one call could compute a layer, two did not.
+    # More runs would mean that two calls computed a layer that one could.
     assert runs.count(ROWS) == PASSES * runs_of_a_pass
     monkeypatch.setattr(FusedLayer, "of", lambda *layer: FusedLayer())
     runs.clear()
