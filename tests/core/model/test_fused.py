@@ -85,7 +85,7 @@ def test_bits_are_those_of_single_operations(
 
 
 def test_norms_of_gemma_in_one_call(tmp_path, runs, monkeypatch) -> None:
-    """The factors of its norms are 1 + weight, and heads are normed. The scale of its queries is the
+    """The factors of its norms are 1 + weight, and heads are normed. The scale of its scores is the
     common one, as in real models.
     """
     make_model("gemma3", tmp_path, query_pre_attn_scalar=16)
