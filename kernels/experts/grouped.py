@@ -9,7 +9,7 @@ import torch
 
 from triforce_kernels import same_bits
 from triforce_kernels.checks import require
-from triforce_kernels.dispatch import REFERENCE, TRITON, backend, implementation
+from triforce_kernels.dispatch import HOST, REFERENCE, TRITON, backend, implementation
 from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, most_expert_tiles
 from triforce_kernels.weights.linear import Weight, linear, rows_of
 from triforce_kernels.weights.tiles import Tiles
@@ -106,10 +106,7 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
         and tiles.rows <= FEW_ROWS
         and tiles.experts.dtype == tiles.order.dtype == torch.int64
         and tiles.experts.is_contiguous()
-        and (
-            not isinstance(weight, torch.Tensor)
-            or (x.dtype == weight.dtype and weight.stride(1) == 1)
-        )
+        and (not isinstance(weight, torch.Tensor) or _multiplies(x, weight))
         and x.device == weight.device == tiles.order.device == tiles.experts.device,
         x=x,
         order=tiles.order,
@@ -117,6 +114,11 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
         columns=tiles.columns,
     )
     return implementation(kernel or "dense_experts", x.device)(x, weight, tiles)
+
+
+def _multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether kernels multiply rows by a dense weight: a processor's convert either."""
+    return weight.stride(1) == 1 and (x.dtype == weight.dtype or backend(x.device) == HOST)
 
 
 class Divided(NamedTuple):

@@ -12,7 +12,7 @@ from triforce_kernels.host import structures
 from triforce_kernels.host.layer import Operation
 from triforce_kernels.host.library import library
 from triforce_kernels.host.structures import FORMATS, ExpertMLP, Experts, Gate, Product
-from triforce_kernels.host.weights import computes, rounding_format, weight_struct
+from triforce_kernels.host.weights import computes, weight_struct
 from triforce_kernels.layer import clamped_swiglu, geglu, swiglu
 from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.linear import Weight
@@ -121,10 +121,8 @@ def _each(
     struct: structures.Weight, weight: Weight, outputs: int, bias: torch.Tensor | None
 ) -> Product:
     """Return a product with one expert's matrix. struct: of `weight`, which outlives the product"""
-    rounded = rounding_format(weight, torch.float32)
     added = None if bias is None else bias.data_ptr()
-    address = ctypes.addressof(struct)
-    return Product(address, bias=added, outputs=outputs, rounded=rounded, factor=1.0)
+    return Product(ctypes.addressof(struct), bias=added, outputs=outputs, factor=1.0)
 
 
 def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
@@ -146,7 +144,6 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
             tiles.columns,
             rows.shape[1],
             tiles.columns,
-            rounding_format(weight, x.dtype),
             factor=1.0,
         ),
         tiles.experts.data_ptr(),

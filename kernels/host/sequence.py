@@ -32,7 +32,7 @@ from triforce_kernels.host.structures import (
     Product,
     Rope,
 )
-from triforce_kernels.host.weights import rounding_format, weight_struct
+from triforce_kernels.host.weights import weight_struct
 from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights.linear import Weight, matrices
 
@@ -147,7 +147,6 @@ class Sequence:
                 outputs=part.shape[0],
                 x_stride=x.width,
                 out_stride=out.width,
-                rounded=rounding_format(part, torch.float32),
                 adds=adds,
                 factor=factor,
             )

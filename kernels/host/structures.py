@@ -28,7 +28,7 @@ class Product(ctypes.Structure):
 
     _fields_ = (
         *((name, _Address) for name in ("weight", "x", "out", "bias")),
-        *((name, _Long) for name in ("rows", "outputs", "x_stride", "out_stride", "rounded")),
+        *((name, _Long) for name in ("rows", "outputs", "x_stride", "out_stride")),
         ("adds", _Long),
         ("factor", ctypes.c_float),
     )

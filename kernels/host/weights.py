@@ -45,7 +45,7 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def block_matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor:
     """`blocks.block_matmul`."""
-    return _multiplied(x, _blocks(data, kind), data.shape[0], DENSE[x.dtype])
+    return _multiplied(x, _blocks(data, kind), data.shape[0])
 
 
 def decode_blocks(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
@@ -125,32 +125,17 @@ def _int4(weight: Int4Weight) -> Weight:
     return found
 
 
-@singledispatch
-def rounding_format(weight: torch.Tensor | StoredWeight, dtype: torch.dtype) -> int:
-    """Return the format that a weight's numbers are rounded to before they multiply rows of a
-    dtype. Only those of blocks are rounded, as in the references.
-    """
-    return DENSE[torch.float32]
-
-
-@rounding_format.register
-def _rounded_blocks(weight: BlockWeight, dtype: torch.dtype) -> int:
-    return DENSE[dtype]
-
-
 def _blocks(data: torch.Tensor, kind: BlockType) -> Weight:
     columns = data.shape[1] // kind.nbytes * kind.elements
     return Weight(FORMATS[kind.name], columns, data.stride(0), data.data_ptr())
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor | StoredWeight) -> torch.Tensor:
-    return _multiplied(x, weight_struct(weight), weight.shape[0], rounding_format(weight, x.dtype))
+    return _multiplied(x, weight_struct(weight), weight.shape[0])
 
 
-def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> torch.Tensor:
-    """Return x [rows, columns] times a transposed weight: [rows, outputs] in x's dtype. rounded:
-    format to which decoded numbers are rounded first
-    """
+def _multiplied(x: torch.Tensor, weight: Weight, outputs: int) -> torch.Tensor:
+    """Return x [rows, columns] times a transposed weight: [rows, outputs] in x's dtype."""
     wide = x if x.dtype == torch.float32 else x.float()
     if wide.stride(1) != 1:
         wide = wide.contiguous()
@@ -169,7 +154,6 @@ def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> 
             outputs,
             step,
             outputs,
-            rounded,
             factor=1.0,
         )
         found.triforce_product(ctypes.byref(product), threads)

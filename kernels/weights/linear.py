@@ -63,7 +63,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
       decodes as it multiplies, up to FEW_ROWS rows at a time; or, on a processor or with the same
       bits, products whose sums have one order;
     - in float32, where the library's products in half precision would be slow (`widens`);
-    - the library's product. A weight that is not dense is decoded some rows at a time.
+    - the library's product. A weight that is not dense, or of another dtype than x, is decoded some
+      rows at a time.
     """
     on_host, same = backend(x.device) == HOST, same_bits.wanted()
     rows = x.shape[0]
@@ -78,8 +79,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
                 return _in_one_order(x, weight, bias)
             return _by_slices(x, weight, bias, _in_one_order)
     if widens(x.device, x.dtype, x.shape[0]):
-        return _by_slices(x, weight, bias, _wide_product(x.float()))
-    if isinstance(weight, torch.Tensor):
+        return _by_slices(x, weight, bias, _wide_product(x.float()), torch.float32)
+    if isinstance(weight, torch.Tensor) and weight.dtype == x.dtype:
         return F.linear(x, weight, bias)
     return _by_slices(x, weight, bias, F.linear)
 
@@ -100,13 +101,15 @@ def _by_slices(
     weight: Weight,
     bias: torch.Tensor | None,
     product: Product,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`linear` with some rows of the weight at a time, as dense numbers.
 
     product: multiplies by these rows and adds their bias
+    dtype: of these rows, by default that of x
     """
     out = None
-    for first, rows in dense_rows(weight, x.dtype):
+    for first, rows in dense_rows(weight, dtype or x.dtype):
         end = first + rows.shape[0]
         added = None if bias is None else bias[first:end]
         if end - first == weight.shape[0]:
@@ -136,10 +139,8 @@ def _in_one_order(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _wide_product(wide: torch.Tensor) -> Product:
-    """Return products in float32 with weights in half precision. wide: the rows in float32"""
-    return lambda x, weight, bias: F.linear(
-        wide, weight.float(), None if bias is None else bias.float()
-    )
+    """Return products in float32. wide: the rows in float32"""
+    return lambda x, weight, bias: F.linear(wide, weight, None if bias is None else bias.float())
 
 
 def reference_dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,8 @@ GRAPH_LAUNCH_SECONDS = 0.5e-6
 # host memory.
 ALL_REDUCE_SECONDS = 40e-6
 # A processor's kernels take as long to decode a number of a matrix as to multiply it with this many
-# rows: 5 for bfloat16, 7 to 8 for Q4_K, Q8_0 and MXFP4 (`scripts/bench host_rows`).
-PRODUCT_ROWS = 8
+# rows: 5 for bfloat16, 1 to 4 for Q4_K, Q8_0 and MXFP4 (`scripts/bench host_rows`).
+PRODUCT_ROWS = 5
 # Name of the device of a machine without a GPU.
 EMULATED = "emulated device (CPU)"
 _LINK = re.compile(r"pcie([345])x(1|2|4|8|16)")

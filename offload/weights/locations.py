@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from triforce_kernels.dispatch import HOST, backend
 from triforce_offload.link.link import Event, OnDemand
 from triforce_offload.weights.layouts import FlatLayout, Views
 
@@ -123,7 +124,24 @@ class ProcessorLocation:
         self.by_processor = isinstance(streamed, HostLocation)
 
     def views(self, layout: FlatLayout, buffer: torch.Tensor) -> Views:
-        return self._streamed.views(layout, buffer)
+        """LayerLocation.views. Of a whole layer, tensors that are no matrices are copies in the
+        dtype in which the processor computes.
+        """
+        views = self._streamed.views(layout, buffer)
+        if self.by_processor:
+            for name, tensor in views.items():
+                if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
+                    views[name] = tensor.to(processor_dtype(tensor.dtype))
+            views.by_processor = True
+        return views
+
+
+def processor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the processor computes layers of a model with a dtype: its compiled
+    kernels compute in float32.
+    """
+    compiled = backend(torch.device("cpu")) == HOST
+    return torch.promote_types(dtype, torch.float32) if compiled else dtype
 
 
 class DenseLocation(HostLocation):

@@ -1,8 +1,9 @@
 """What reading a number costs the processor's kernels, in rows that it is multiplied with.
 
 Products of 1 to 64 rows, and attention of 1 to 64 queries to dense and to split blocks of KV, with
-what is read in bfloat16. The seconds of few and of many rows give the rate of the arithmetic, and
-how many further rows take as long as reading: the planner's constants for a processor.
+what is read in bfloat16. The seconds of 8 rows and more, for which numbers are decoded to a buffer
+first, give the rate of the arithmetic, and how many further rows take as long as reading: the
+planner's constants for a processor.
 
     python scripts/bench host_rows [--threads 2]
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from statistics import linear_regression
 
 import torch
 
@@ -23,9 +25,12 @@ from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.linear import linear
 from triforce_offload.kv.shape import SplitBlockLayout
+from triforce_offload.machine.openmp import limit_busy_waiting
 from triforce_offload.machine.timing import seconds_of
 
-ROWS = (1, 4, 16, 64)
+ROWS = (1, 4, 8, 16, 32, 64)
+# Fewer rows are multiplied as numbers are decoded, and read in less time.
+BUFFERED = ROWS[2:]
 SIZE, MATRICES = 4096, 4
 # Heads of keys, tokens and numbers of a block; as many blocks as no cache of a processor holds.
 HEADS, TOKENS, HEAD_DIM, BLOCKS = 32, 512, 128, 16
@@ -33,6 +38,7 @@ HEADS, TOKENS, HEAD_DIM, BLOCKS = 32, 512, 128, 16
 
 def measure(args: argparse.Namespace) -> Iterator[Figures]:
     torch.set_num_threads(args.threads)
+    limit_busy_waiting()
     torch.manual_seed(0)
     yield {"threads": args.threads, "dtype": "bfloat16"}
     with torch.inference_mode():
@@ -91,15 +97,15 @@ def split() -> Callable[[int], None]:
 
 
 def fitted(run: Callable[[int], None], numbers: int) -> Figures:
-    """Return the seconds by rows, and the line through the first and the last. numbers: that are
-    read
+    """Return the seconds by rows, and the line of least squares through those of BUFFERED. numbers:
+    that are read
     """
     seconds = {rows: seconds_of(lambda rows=rows: run(rows)) for rows in ROWS}
-    each = (seconds[ROWS[-1]] - seconds[ROWS[0]]) / (ROWS[-1] - ROWS[0])
+    each, reading = linear_regression(BUFFERED, [seconds[rows] for rows in BUFFERED])
     return {
         "ms": {str(rows): 1e3 * taken for rows, taken in seconds.items()},
         "gflop_per_s": 2 * numbers / each / 1e9,
-        "rows_of_reading": seconds[ROWS[0]] / each - ROWS[0],
+        "rows_of_reading": reading / each,
     }
 
 

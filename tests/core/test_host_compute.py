@@ -15,6 +15,7 @@ from tiny_families import LAYERS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.loading.devices import check_processor
+from triforce_core.model.transformer import Model
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import LinkError, UsageError
 from triforce_offload.kv.caches.processor import PendingAttention, ProcessorAttention
@@ -23,6 +24,8 @@ from triforce_offload.machine.processor import measure_processor
 from triforce_offload.plan.memory_plan import LayerPlan, Where
 from triforce_offload.plan.placement import Placement
 from triforce_offload.plan.placing import for_processor
+from triforce_offload.weights.layouts import Views
+from triforce_offload.weights.locations import processor_dtype
 
 GREEDY = SamplingParams(12, temperature=0)
 ALL = PLACEMENTS["weights"]
@@ -55,6 +58,36 @@ def test_the_text_is_the_same_at_every_share(tiny, family: str, stochastic: bool
         crossed.append(link["bytes_to_device"])
     assert crossed == sorted(crossed, reverse=True)
     assert crossed[-1] == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "lfm2", "nemotron_h-moe", "gpt-oss-moe"])
+def test_layers_in_half_precision_are_computed_in_float32(tiny, monkeypatch, family: str) -> None:
+    """By compiled kernels. What comes back is in the dtype of the device."""
+    path, _ = tiny(family)
+    given, returned = set(), []
+    forward, layer = Model._forward, Model._layer
+
+    def note_layer(model: Model, index: int, w: Views, hidden: torch.Tensor, *rest: object) -> None:
+        given.add((w.by_processor, hidden.dtype))
+        layer(model, index, w, hidden, *rest)
+
+    def note_forward(*arguments: object) -> torch.Tensor:
+        returned.append(forward(*arguments).clone())
+        return returned[-1]
+
+    monkeypatch.setattr(Model, "_layer", note_layer)
+    monkeypatch.setattr(Model, "_forward", note_forward)
+    options = OPTIONS | {"dtype": "bfloat16", "same_bits": "off", "method": "autoregressive"}
+    for layers in ((), (0, 1, 2)):
+        placement = replace(ALL, processor_layers=layers)
+        with Engine.from_pretrained(path, placement=placement, **options) as engine:
+            engine.generate(random_ids(75), replace(GREEDY, max_new_tokens=2))
+    assert given == {(False, torch.bfloat16), (True, processor_dtype(torch.bfloat16))}
+    assert {hidden.dtype for hidden in returned} == {torch.bfloat16}
+    *_, on_device, prompt, by_processor = returned
+    assert len(prompt) > len(by_processor) == 1
+    gap = (by_processor - on_device).float().norm() / on_device.float().norm()
+    assert gap < 0.08, "ten times the rounding of a number"
 
 
 @pytest.mark.first

@@ -1,13 +1,14 @@
 """Layers that the processor computes in a forward on a GPU: their weights are in host memory.
 
-Hidden states go to where the weights are. Keys, values and states stay on the device: what a mixer
-asks of the cache crosses to the device, and what the cache answers crosses back.
+Hidden states go to where the weights are, and are float32 there, as a processor's kernels
+compute. Keys, values and states stay on the device: what a mixer asks of the cache crosses to the
+device, and what the cache answers crosses back, both in the device's dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +18,7 @@ from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.link.waiting import come
 from triforce_offload.weights.layouts import Views
+from triforce_offload.weights.locations import processor_dtype
 
 
 def device_of(weights: Views) -> torch.device:
@@ -27,6 +29,25 @@ def device_of(weights: Views) -> torch.device:
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on a device, itself if it is there. Raises LinkError."""
     return tensor if tensor.device == device else come(tensor).to(device)
+
+
+def hidden_for(weights: Views, hidden: torch.Tensor, here: Device) -> torch.Tensor:
+    """Return hidden states as a layer with these weights takes them. Raises LinkError."""
+    if not weights.by_processor:
+        return here.take(hidden)
+    return moved(hidden, device_of(weights)).to(processor_dtype(here.dtype))
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that computes a forward, and the dtype of its hidden states."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the device in its dtype. Raises LinkError."""
+        return moved(tensor.to(self.dtype), self.device)
 
 
 def batch_on(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
@@ -42,9 +63,9 @@ class CacheElsewhere:
     Each call waits for the device once.
     """
 
-    def __init__(self, cache: Cache, device: torch.device) -> None:
+    def __init__(self, cache: Cache, here: Device) -> None:
         self._cache = cache
-        self._device = device
+        self._here = here
 
     def attend(
         self,
@@ -77,15 +98,20 @@ class CacheElsewhere:
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
+        take, bias = self._here.take, convolution.bias
         here = convolution._replace(
-            weight=self._here(convolution.weight), bias=self._here(convolution.bias)
+            weight=take(convolution.weight), bias=None if bias is None else take(bias)
         )
-        return moved(self._cache.convolve(layer, self._here(inputs), here, batch), inputs.device)
+        mixed = self._cache.convolve(layer, take(inputs), here, batch)
+        return moved(mixed, inputs.device).to(inputs.dtype)
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""
-        here = DeltaRows(*map(self._here, rows.tensors), rows.corrects)
-        return moved(self._cache.recur(layer, here, batch), rows.values.device)
+        values = rows.values
+        heads = map(self._here.take, (rows.queries, rows.keys, values))
+        gates = (moved(each, self._here.device) for each in (rows.decays, rows.rates))
+        here = DeltaRows(*heads, *gates, corrects=rows.corrects)
+        return moved(self._cache.recur(layer, here, batch), values.device).to(values.dtype)
 
     def _attended(
         self,
@@ -95,9 +121,7 @@ class CacheElsewhere:
         batch: ForwardBatch,
         softmax: Softmax,
     ) -> torch.Tensor:
-        here = softmax._replace(sinks=self._here(softmax.sinks))
-        mixed = attend(layer, self._here(qkv), batch, here)
-        return moved(mixed, qkv.device)
-
-    def _here(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else moved(tensor, self._device)
+        if (sinks := softmax.sinks) is not None:
+            softmax = softmax._replace(sinks=moved(sinks, self._here.device))
+        mixed = attend(layer, self._here.take(qkv), batch, softmax)
+        return moved(mixed, qkv.device).to(qkv.dtype)

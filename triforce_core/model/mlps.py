@@ -18,15 +18,14 @@ from triforce_core.model.feed_forward import (
 )
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.norms import Norm
-from triforce_kernels.dispatch import HOST, backend
 from triforce_kernels.elementwise import sigmoid
 from triforce_kernels.experts import grouped
 from triforce_kernels.experts.routing import Choice, choose
 from triforce_kernels.layer import clamped_swiglu, geglu, rms_norm, swiglu
-from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
 from triforce_offload.weights.layouts import Pool, Views
+from triforce_offload.weights.locations import processor_dtype
 
 
 def _squared_relu(up: torch.Tensor) -> torch.Tensor:
@@ -137,10 +136,8 @@ class ExpertsMLP:
     def _by_processor(
         self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """`_outputs` of experts in host memory, in float32 where its kernels take that."""
-        few = x.shape[0] <= FEW_ROWS and self._spec.activation.gated
-        if few and backend(x.device) == HOST:
-            x = x.float()
+        """`_outputs` of experts in host memory, in the dtype in which the processor computes."""
+        x = x.to(processor_dtype(x.dtype))
         if self._spec.biases and x.dtype not in (kept := w.biases):
             kept[x.dtype] = self._biases(w, x.dtype)
         biases = w.biases.get(x.dtype)

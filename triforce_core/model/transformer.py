@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from triforce_core.model.config import ModelConfig, RotationKind
-from triforce_core.model.elsewhere import CacheElsewhere, batch_on, device_of, moved
+from triforce_core.model.elsewhere import CacheElsewhere, Device, batch_on, hidden_for
 from triforce_core.model.fused import FusedLayer
 from triforce_core.model.heads.taps import Taps
 from triforce_core.model.layers import LayerSpec
@@ -151,20 +151,22 @@ class Model:
         """`forward`."""
         rotated = self._rotated(batch, hidden)
         parts = {kind: list(each.parts(chunk)) for kind, each in rotated.items()}
-        here, through = hidden.device, CacheElsewhere(cache, hidden.device)
+        here = Device(hidden.device, hidden.dtype)
+        through = CacheElsewhere(cache, here)
         for index, spec in enumerate(self.config.layers):
             if taps is not None:
                 taps.take(index, hidden)
             with weights.layer(index) as layer:
-                hidden = moved(hidden, there := device_of(layer))
+                hidden = hidden_for(layer, hidden, here)
+                keeps = through if layer.by_processor else cache
                 for part in parts[self.config.rotation_of(spec.mixer)]:
-                    rows, part = hidden[part.first : part.end], batch_on(part, there)
-                    self._layer(index, layer, rows, cache if there == here else through, part)
+                    rows, part = hidden[part.first : part.end], batch_on(part, hidden.device)
+                    self._layer(index, layer, rows, keeps, part)
             if each_layer is not None:
                 each_layer(index)
         if taps is not None:
             taps.take(len(self.config.layers), hidden)
-        return moved(hidden, here)
+        return here.take(hidden)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [tokens, hidden], scaled."""

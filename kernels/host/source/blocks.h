@@ -10,13 +10,13 @@
 #include "vectors.h"
 
 /* What becomes of the decoded numbers of a row of a weight: they are stored in `out`, or their products
-   with the numbers of x are added to the sum of one row of x or of two. The number of rows is a constant
+   with the numbers of x are added to the sums of up to four rows of x. The number of rows is a constant
    wherever this is inlined, and 0 if numbers are stored. */
 typedef struct {
     int rows;
     float *out;
-    const float *x[2];
-    vf first, second;
+    const float *x[4];
+    vf first, second, third, fourth;
 } Sink;
 
 /* W numbers from column `i`. */
@@ -24,6 +24,8 @@ INLINE void put(Sink *to, int64_t i, vf numbers) {
     if (!to->rows) store(to->out + i, numbers);
     if (to->rows > 0) to->first = fma_of(load(to->x[0] + i), numbers, to->first);
     if (to->rows > 1) to->second = fma_of(load(to->x[1] + i), numbers, to->second);
+    if (to->rows > 2) to->third = fma_of(load(to->x[2] + i), numbers, to->third);
+    if (to->rows > 3) to->fourth = fma_of(load(to->x[3] + i), numbers, to->fourth);
 }
 
 /* scale * number, for 16 signed bytes. */
@@ -299,18 +301,4 @@ INLINE vf to_f16(vf x) {
     some = choose((vi)(some >= all(65536)), all(__builtin_inff()), some);
     return choose((vi)(x == x), (vf)((vi)some | sign), x);
 #endif
-}
-
-static void round_numbers(int64_t format, int64_t count, float *numbers) {
-    int64_t whole = count / W * W;
-    if (format == F16)
-        for (int64_t i = 0; i < whole; i += W) store(numbers + i, to_f16(load(numbers + i)));
-    else
-        for (int64_t i = 0; i < whole; i += W) store(numbers + i, to_bf16(load(numbers + i)));
-    if (whole < count) {
-        float some[W] = {0};
-        memcpy(some, numbers + whole, (count - whole) * sizeof(float));
-        store(some, format == F16 ? to_f16(load(some)) : to_bf16(load(some)));
-        memcpy(numbers + whole, some, (count - whole) * sizeof(float));
-    }
 }

@@ -38,8 +38,7 @@ typedef struct {
     int64_t group, scale_format, scale_stride;
 } Weight;
 
-/* out [rows, outputs] = x [rows, columns] times the transposed weight [outputs, columns], whose
-   numbers are first rounded to `rounded`, F32 for not at all, F16 or BF16.
+/* out [rows, outputs] = x [rows, columns] times the transposed weight [outputs, columns].
 
    bias: [outputs], added to the products; NULL for none
    adds: whether results are added to `out`, and `factor`: what they are multiplied by before */
@@ -48,7 +47,7 @@ typedef struct {
     const float *x;
     float *out;
     const float *bias;
-    int64_t rows, outputs, x_stride, out_stride, rounded, adds;
+    int64_t rows, outputs, x_stride, out_stride, adds;
     float factor;
 } Product;
 

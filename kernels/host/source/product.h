@@ -13,10 +13,14 @@
 
 /* Columns that are decoded at a time: all of a short row, else SEGMENT of them. */
 enum { SEGMENT = 512, LONGEST = 640, OUTPUTS = 4, DECODED = 2 * OUTPUTS };
+/* Rows of a tile of a buffered product, and most rows that are multiplied as numbers are decoded: as
+   many as there are registers for. */
 #if defined(AVX512) || defined(NEON)
 enum { TOGETHER = 4 };
+#define AT_ONCE 4
 #else
 enum { TOGETHER = 2 };
+#define AT_ONCE (2 * HAS_UNITS)
 #endif
 
 /* Prefetches bytes. Rows are stored one after the other, but read in segments, which hardware
@@ -149,44 +153,57 @@ INLINE void finish(const Product *p, int64_t row, int64_t first, int count, cons
     }
 }
 
-/* Computes outputs of one or two rows, OUTPUTS at a time, from `first` as long as none is beyond `end`:
-   numbers are multiplied as they are decoded. Returns the output after the last one. Each format has
-   functions of its own, so that a compiler knows what to keep in registers. */
-#define OF_ROWS(function, NAME, ROWS)                                                          \
-    static NOINLINE int64_t function(const Product *p, int64_t first, int64_t end) {           \
+/* Computes outputs of up to AT_ONCE rows, OUTPUTS at a time, from `first` as long as none is beyond
+   `end`: numbers are multiplied as they are decoded. Returns the output after the last one. Each format
+   has functions of its own for each number of rows, so that a compiler knows what to keep in registers. */
+#define OF_ROWS(ROWS, NAME)                                                                    \
+    static NOINLINE int64_t product_of_##ROWS##_##NAME(const Product *p, int64_t first,        \
+                                                       int64_t end) {                          \
         const float none[OUTPUTS] = {0};                                                       \
         for (; first + OUTPUTS <= end; first += OUTPUTS) {                                     \
             Sink to[OUTPUTS];                                                                  \
-            UNROLL(4) for (int o = 0; o < OUTPUTS; o++)                                        \
-                to[o] = (Sink){ROWS, NULL, {p->x, p->x + p->x_stride}, all(0), all(0)};        \
+            UNROLL(4) for (int o = 0; o < OUTPUTS; o++) to[o] = sink_of(p, ROWS);              \
             rows_##NAME(p->weight, first, OUTPUTS, 0, p->weight->columns, to);                 \
-            vf sums[2][OUTPUTS];                                                               \
-            UNROLL(4) for (int o = 0; o < OUTPUTS; o++)                                        \
+            vf sums[4][OUTPUTS];                                                               \
+            UNROLL(4) for (int o = 0; o < OUTPUTS; o++) {                                      \
                 sums[0][o] = to[o].first, sums[1][o] = to[o].second;                           \
+                sums[2][o] = to[o].third, sums[3][o] = to[o].fourth;                           \
+            }                                                                                  \
             for (int r = 0; r < ROWS; r++) finish(p, r, first, OUTPUTS, sums[r], none);        \
         }                                                                                      \
         return first;                                                                          \
     }
-#define OF_FEW(NAME) OF_ROWS(product_of_one_##NAME, NAME, 1) OF_ROWS(product_of_two_##NAME, NAME, 2)
-#if HAS_UNITS
+INLINE Sink sink_of(const Product *p, int rows) {
+    Sink to = {.rows = rows, .first = all(0), .second = all(0), .third = all(0), .fourth = all(0)};
+    for (int r = 0; r < rows; r++) to.x[r] = p->x + r * p->x_stride;
+    return to;
+}
+#if AT_ONCE == 4
+#define OF_FEW(NAME) OF_ROWS(1, NAME) OF_ROWS(2, NAME) OF_ROWS(3, NAME) OF_ROWS(4, NAME)
+#define FEW(NAME) product_of_1_##NAME, product_of_2_##NAME, product_of_3_##NAME, product_of_4_##NAME
+#elif AT_ONCE == 2
+#define OF_FEW(NAME) OF_ROWS(1, NAME) OF_ROWS(2, NAME)
+#define FEW(NAME) product_of_1_##NAME, product_of_2_##NAME
+#endif
+#if AT_ONCE
 IN_ORDER(OF_FEW)
 #endif
 
-/* Calls these functions if rows of the weight are whole vectors, and their numbers are not rounded.
-   Returns the first output that is left. Without vector units they would be much code for little. */
+/* Calls these functions if rows of the weight are whole vectors. Returns the first output that is left.
+   Without vector units they would be much code for little. */
 static int64_t multiply_at_once(const Product *p, int64_t first, int64_t end) {
-#if HAS_UNITS
-    if ((p->rows != 1 && p->rows != 2) || p->rounded != F32 || p->weight->columns % W) return first;
-    switch (p->weight->format) {
-#define MULTIPLY(NAME) \
-    case NAME:         \
-        return (p->rows == 1 ? product_of_one_##NAME : product_of_two_##NAME)(p, first, end);
-        IN_ORDER(MULTIPLY)
-#undef MULTIPLY
-    }
-#endif
+#if AT_ONCE
+    typedef int64_t Few(const Product *, int64_t, int64_t);
+#define ENTRY(NAME) [NAME] = {FEW(NAME)},
+    static Few *const few[][AT_ONCE] = {IN_ORDER(ENTRY)};
+#undef ENTRY
+    const Weight *w = p->weight;
+    if (p->rows < 1 || p->rows > AT_ONCE || w->columns % W || w->format == SPLIT_BF16) return first;
+    return few[w->format][p->rows - 1](p, first, end);
+#else
     (void)p, (void)end;
     return first;
+#endif
 }
 
 static void product(const Product *p, int64_t first, int64_t end) {
@@ -220,7 +237,6 @@ static void product(const Product *p, int64_t first, int64_t end) {
                 }
                 weights[o] = buffer[o];
                 decode(w, output + o, column, count, buffer[o]);
-                if (p->rounded != F32) round_numbers(p->rounded, count, buffer[o]);
             }
             const float *x = p->x + column;
             for (; row + TOGETHER <= p->rows; row += TOGETHER)

@@ -14,9 +14,9 @@ from triforce_offload.plan.placing import for_processor
 from triforce_offload.weights.experts import MOST_INSERTED
 
 # Seconds of a layer's waits for the device, what crosses for them, and its small operations: these
-# take about .4 ms in SmolLM2-135M on 2 cores of an AMD EPYC (`scripts/bench host_compute`: .028 s
-# for 30 layers of 7 MB and the output matrix).
-_LAYER_SECONDS = 500e-6
+# and attention take .25 ms in SmolLM2-135M on 2 cores of an AMD EPYC (`scripts/bench host_compute`,
+# bfloat16: .017 s for 30 layers of 7 MB and the output matrix of 57 MB, which are read at 28 GB/s).
+_LAYER_SECONDS = 350e-6
 # Those of a layer's experts alone. On the same machine 70 us were measured for their products
 # without arithmetic, and 60 us for looking up and noting what a pool has, by a script that is not
 # kept. The rest is assumed, for what crosses and for the waits.
@@ -25,8 +25,8 @@ _EXPERTS_SECONDS = 250e-6
 _HANDING_SECONDS = 200e-6
 # Attention reaches this share of the rate of products, and a key or value takes as long to read as
 # a product with this many rows, dense and split (`scripts/bench host_rows`, bfloat16).
-_ATTENTION_SHARE = 0.75
-_KEY_ROWS = (14, 40)
+_ATTENTION_SHARE = 0.8
+_KEY_ROWS = (5, 12)
 
 
 # Share of a token's experts that a pool has, by the share of a layer's experts that it holds, if
