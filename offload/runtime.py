@@ -141,6 +141,13 @@ class Runtime:
         self.plan = self.plan.placed(resident_kv_blocks=0)
         return True
 
+    def give_up_pools(self) -> bool:
+        """See `ExpertPools.give_up`."""
+        if not self.expert_pools.give_up():
+            return False
+        self.plan = self.plan.placed(expert_slots=0)
+        return True
+
     def close(self) -> None:
         with suppress(LinkError):
             self.link.synchronize()

@@ -21,8 +21,8 @@ METHODS = ("triforce", "speculative", "autoregressive")
 ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 AUTO, ON, OFF = "auto", "on", "off"
-DENSE, STORED, SPLIT = "dense", "stored", "split"
-WEIGHTS = (AUTO, STORED, DENSE, SPLIT)
+DENSE, STORED, SPLIT, SPLIT_EXPERTS = "dense", "stored", "split", "split-experts"
+WEIGHTS = (AUTO, STORED, DENSE, SPLIT, SPLIT_EXPERTS)
 KV_FORMATS = (AUTO, DENSE, SPLIT)
 SAME_BITS = (AUTO, ON, OFF)
 EXACT, INT4, INT8 = "exact", "int4", "int8"
@@ -282,7 +282,8 @@ class EngineConfig:
     dtype: dtype of weights and KV: "auto", "float32", "bfloat16" or "float16"
     weights: how weights are kept. "dense": every number in `dtype`; "stored": in the blocks of a
         GGUF file, or in 16 bits where `dtype` is float32; "split": bfloat16 in 12 bits per number,
-        without loss; "auto": quantised weights as stored on a GPU; on a
+        without loss; "split-experts": so the matrices of experts alone, of which each can be in
+        host memory or cross the link by itself; "auto": quantised weights as stored on a GPU; on a
         CPU all weights as stored if its compiled kernels multiply by them, or if dense ones would
         stream; bfloat16 weights split on a GPU if weights or KV would stream; dense otherwise
     kv: how KV is kept: "dense", "split" (bfloat16 in 12 bits per number, without loss), or "auto"

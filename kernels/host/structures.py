@@ -17,7 +17,7 @@ class Weight(ctypes.Structure):
     _fields_ = (
         *((name, _Long) for name in ("format", "columns", "stride")),
         *((name, _Address) for name in ("data", "low", "base", "places", "starts", "patterns")),
-        *((name, _Long) for name in ("room", "groups", "first")),
+        *((name, _Long) for name in ("room", "groups", "first", "apart")),
         *((name, _Address) for name in ("scale", "offset")),
         *((name, _Long) for name in ("group", "scale_format", "scale_stride")),
     )

@@ -20,6 +20,7 @@ from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.int4 import Int4Weight
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, reference_decode
+from triforce_kernels.weights.split_experts import SplitExpertsWeight
 from triforce_kernels.weights.stored import StoredWeight
 
 
@@ -104,6 +105,13 @@ def _split(weight: SplitBF16Weight) -> Weight:
     found.places, found.patterns = weight.places.data_ptr(), weight.patterns.data_ptr()
     found.room, found.starts = len(weight.places), weight.starts.data_ptr()
     found.groups, found.first = len(weight.starts), weight.first
+    return found
+
+
+@weight_struct.register
+def _split_experts(weight: SplitExpertsWeight) -> Weight:
+    found = _split(weight.expert(0))
+    found.apart = weight.apart
     return found
 
 

@@ -10,6 +10,7 @@ from triforce_kernels import limits
 from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.depth_triton import divided, part_of
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+from triforce_kernels.weights.split_experts import SplitExpertsWeight
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
@@ -84,13 +85,20 @@ def _exceptions_kernel(places, patterns, index, out, room, columns, first, HAS_I
 @triton.jit(do_not_specialize=["rows", "room", "first", "groups", "outputs", "each"])
 def _split_matmul_kernel(
     x, order, experts, high_part, low_part, base, places, patterns, starts, out, x_row, rows,
-    columns, depth, room, first, groups, outputs, each,
+    columns, depth, room, first, groups, apart, outputs, each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr,
-    START: tl.constexpr, GROUPED: tl.constexpr,
+    START: tl.constexpr, GROUPED: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     target, row, exists, any_row, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
     if not any_row:
         return
+    if APART:
+        # Of the expert itself, `apart` bytes from the one before it.
+        before = origin // columns * apart
+        high_part, low_part, base = high_part + before, low_part + before, base + before
+        places, starts = places + before // 4, starts + before // 4
+        patterns += before // 2
+        origin = origin * 0
     start = tl.program_id(1) * COLUMNS
     column = start + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
@@ -146,12 +154,19 @@ def matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
     return _product(x, weight, None)
 
 
-def grouped(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles) -> torch.Tensor:
+def grouped(
+    x: torch.Tensor, weight: SplitBF16Weight | SplitExpertsWeight, tiles: Tiles
+) -> torch.Tensor:
     """`experts.grouped.product`."""
-    return _product(x, weight, tiles)
+    if isinstance(weight, SplitBF16Weight):
+        return _product(x, weight, tiles)
+    return _product(x, weight.expert(0), tiles, weight.apart)
 
 
-def _product(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles | None) -> torch.Tensor:
+def _product(
+    x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles | None, apart: int = 0
+) -> torch.Tensor:
+    """apart: bytes from an expert to the next, if the weight is the first one alone"""
     tile, count, columns, groups = launched(x, weight.shape[0], tiles, _MOST_ROWS)
     depth = _STEP_BYTES // x.dtype.itemsize
     steps = cdiv(weight.shape[1] // 2, depth)
@@ -159,8 +174,8 @@ def _product(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles | None) -> t
     _split_matmul_kernel[parts.grid(count)](
         x, *groups, weight.high, weight.low, weight.base, weight.places, weight.patterns,
         weight.starts, parts.sums, x.stride(0), x.shape[0], columns, weight.shape[1],
-        len(weight.places), weight.first, len(weight.starts) - 1,
-        parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,
+        len(weight.places), weight.first, len(weight.starts) - 1, apart,
+        parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None, APART=apart > 0,
         ROWS=tile, COLUMNS=parts.columns, DEPTH=depth, LISTED=_LISTED, START=limits.ROWS_OF_A_START,
         num_warps=4, num_stages=3,
     )  # fmt: skip

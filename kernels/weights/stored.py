@@ -59,6 +59,13 @@ class SplitWeight(StoredWeight):
 
     dtype: ClassVar[torch.dtype]
 
+    def parts(self, step: int) -> Iterator[tuple[int, SplitWeight]]:
+        """Yield up to `step` rows at a time, each time with the index of the first: parts that can
+        be written one after the other.
+        """
+        for first in range(0, self.shape[0], step):
+            yield first, self.rows(first, min(first + step, self.shape[0]))
+
     @abstractmethod
     def joined(self) -> torch.Tensor:
         """Return the exact matrix: [out, in] in `dtype`."""

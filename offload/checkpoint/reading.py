@@ -85,8 +85,7 @@ def _read_split(
     """Do `read_into` some rows at a time, so that the dense matrix never exists as a whole."""
     unit = len(order) if order else 1
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1] // unit) * unit
-    for first in range(0, into.shape[0], step):
-        part = into.rows(first, min(first + step, into.shape[0]))
+    for first, part in into.parts(step):
         dense = torch.empty(part.shape, dtype=into.dtype)
         _read(source.read, name, dense, Corner(corner.row + first, corner.column), columns)
         _reorder(dense, order)

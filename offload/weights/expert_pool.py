@@ -107,7 +107,7 @@ class ExpertPool:
         chosen: experts of each row, [rows, active] int64 on the host
         Raises LinkError.
         """
-        self._wait()
+        self.finish()
         slot_of = self.recent.slot_of
         slots = torch.tensor([[slot_of[expert] for expert in row] for row in chosen.tolist()])
         return slots, chosen.where(slots < 0, -1)
@@ -150,7 +150,7 @@ class ExpertPool:
         if not noted:
             return
         chosen = come(torch.cat(noted)).cpu()
-        self._wait()
+        self.finish()
         wanted = self.recent.after_prefill(chain.from_iterable(reversed(chosen.tolist())))
         for expert in wanted:
             if self.recent.slot_of[expert] >= 0:
@@ -161,7 +161,7 @@ class ExpertPool:
                 part.of_slot(slot).copy_(part.of_expert(experts, expert))
             self.recent.put(expert, slot)
 
-    def _wait(self) -> None:
+    def finish(self) -> None:
         """Make later compute start after the copies to slots. Raises LinkError."""
         while self._coming:
             slot, event = self._coming.pop()
@@ -189,6 +189,7 @@ class ExpertPools(dict[int, ExpertPool]):
         Raises DoesNotFitError.
         """
         self._memory = memory
+        self._of_given_up = PoolCounters()
         sizes = [plan.pool_bytes for plan in plans]
         self._allocation: Allocation | None = None
         if any(sizes):
@@ -201,7 +202,19 @@ class ExpertPools(dict[int, ExpertPool]):
     def counters(self) -> PoolCounters:
         """Return the sums over all layers, of all passes so far."""
         counted = ((each.hits, each.misses, each.inserted_bytes) for each in self.values())
-        return PoolCounters(*map(sum, zip(*counted, strict=True)))
+        return PoolCounters(*map(sum, zip(self._of_given_up, *counted, strict=True)))
+
+    def give_up(self) -> bool:
+        """Free all pools: the processor computes every expert from then on. Return whether there
+        were any. Raises LinkError.
+        """
+        if not self:
+            return False
+        for pool in self.values():
+            pool.finish()
+        self._of_given_up = self.counters()
+        self.close()
+        return True
 
     def close(self) -> None:
         self.clear()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from triforce_kernels.weights.int4 import Int4Weight
     from triforce_kernels.weights.linear import StackedWeight, Weight
     from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+    from triforce_kernels.weights.split_experts import SplitExpertsWeight
 
 # Bytes. With equal alignment everywhere, vectorised kernels give bitwise equal results at any
 # placement.
@@ -77,12 +78,14 @@ class Format(ABC):
     split: whether the tensor has low bits
     multiplies_experts: whether a kernel multiplies by experts that stand one above the other in
         such a matrix, where kernels know its block type
+    experts_apart: whether it is of experts of which each is split for itself
     """
 
     read: ClassVar[Read] = Read.AS_STORED
     draft_read: ClassVar[Read] = Read.AS_STORED
     split: ClassVar[bool] = False
     multiplies_experts: ClassVar[bool] = False
+    experts_apart: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -298,6 +301,37 @@ class SplitBF16(Matrix):
         room = -(-numbers // limits.NUMBERS_OF_AN_EXCEPTION) + limits.LEAST_EXCEPTIONS
         starts = -(-self.rows // limits.ROWS_OF_A_START) + 1
         return numbers, self.rows, 4 * room, 2 * room, 4 * starts
+
+
+@dataclass(frozen=True)
+class SplitExperts(Format):
+    """Matrices of experts, one above the other, each split for itself: the bytes of an expert follow
+    one another, so that it can be away alone (`triforce_kernels.weights.split_experts`).
+    """
+
+    read: ClassVar[Read] = Read.SPLIT_BF16
+    draft_read: ClassVar[Read] = Read.SPLIT_BF16
+    multiplies_experts: ClassVar[bool] = True
+    experts_apart: ClassVar[bool] = True
+
+    count: int
+    each: SplitBF16
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.each.nbytes
+
+    def of_share(self, part: int, whole: int) -> SplitExperts:
+        return replace(self, count=self.count * part // whole)
+
+    def decoded(self) -> Iterator[Matrix]:
+        yield self.each
+
+    def view(self, buffer: torch.Tensor) -> SplitExpertsWeight:
+        from triforce_kernels.weights.split_experts import SplitExpertsWeight
+
+        first = self.each.view(buffer[: self.each.nbytes])
+        return SplitExpertsWeight.of(first, self.count, self.each.nbytes)
 
 
 @dataclass(frozen=True)

@@ -180,14 +180,16 @@ class StreamedWeights:
         with self._conveyor.bring((WEIGHTS, index), location) as buffer:
             key = (index, buffer.data_ptr())
             if key not in self._views:
-                self._views[key] = views = location.views(self._layouts[index], buffer)
-                if pool is not None and self._prefills:
-                    views.note = pool.note
-                else:
-                    views.pool = pool
+                self._views[key] = location.views(self._layouts[index], buffer)
+            views = self._views[key]
+            if self._prefills:
+                views.note = pool and pool.note
+            else:
+                # None once pools were given up.
+                views.pool = pool
             compute = self._trace.processor if location.by_processor else self._trace.compute
             with compute("layer", layer=index):
-                yield self._views[key]
+                yield views
             if pool is not None and self._prefills:
                 pool.fill(buffer)
 

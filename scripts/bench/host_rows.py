@@ -21,9 +21,10 @@ import torch
 from frame import Benchmark, Figures, Option
 from triforce_kernels.attention.streaming import Running, attend_blocks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
+from triforce_kernels.weights import split_bf16
 from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import BlockWeight
-from triforce_kernels.weights.linear import linear
+from triforce_kernels.weights.linear import Weight, linear
 from triforce_offload.kv.shape import SplitBlockLayout
 from triforce_offload.machine.openmp import limit_busy_waiting
 from triforce_offload.machine.timing import seconds_of
@@ -42,23 +43,24 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     torch.manual_seed(0)
     yield {"threads": args.threads, "dtype": "bfloat16"}
     with torch.inference_mode():
-        for name in ("bfloat16", *args.types):
+        for name in ("bfloat16", "split bfloat16", *args.types):
             weights = [matrix(name) for _ in range(MATRICES)]
             yield {"products": {name: fitted(products(weights), MATRICES * SIZE * SIZE)}}
         for name, attention in (("dense", dense()), ("split", split())):
             yield {"attention": {name: fitted(attention, 2 * BLOCKS * HEADS * TOKENS * HEAD_DIM)}}
 
 
-def matrix(name: str) -> torch.Tensor | BlockWeight:
+def matrix(name: str) -> Weight:
     """Return a matrix of any numbers in a format."""
-    if name == "bfloat16":
-        return torch.randn(SIZE, SIZE).bfloat16()
+    if "bfloat16" in name:
+        dense = torch.randn(SIZE, SIZE).bfloat16()
+        return dense if name == "bfloat16" else split_bf16.encode(dense)
     kind = ALL_TYPES[name]
     blocks = torch.randint(0, 100, (SIZE, kind.row_bytes(SIZE)), dtype=torch.uint8)
     return BlockWeight(blocks, kind, SIZE)
 
 
-def products(weights: list[torch.Tensor | BlockWeight]) -> Callable[[int], None]:
+def products(weights: list[Weight]) -> Callable[[int], None]:
     def run(rows: int) -> None:
         x = torch.ones(rows, SIZE, dtype=torch.bfloat16)
         for weight in weights:

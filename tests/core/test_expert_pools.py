@@ -38,7 +38,7 @@ def engine(path: Path, **options: object) -> Engine:
 
 def assert_whole(pool: ExpertPool) -> None:
     """Every expert is where the pool says that it is."""
-    pool._wait()
+    pool.finish()
     for slot, expert in enumerate(pool.recent.expert_in):
         if expert >= 0:
             assert pool.recent.slot_of[expert] == slot
@@ -79,6 +79,31 @@ def test_quantised_experts_with_and_without_biases(tmp_path, stored: str) -> Non
         for pool in running.runtime.expert_pools.values():
             assert pool.hits > 0
             assert_whole(pool)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_split_experts_are_the_dense_ones_in_fewer_bytes(tiny, family: str) -> None:
+    """To the last bit, wherever they are."""
+    path, _ = tiny(family)
+    results, crossed, away = {}, {}, {}
+    for weights in ("dense", "split-experts"):
+        for name in ("streamed", "computed", "some"):
+            placement = PLACED["some"]
+            if name != "some":
+                layers = ALL.processor_layers if name == "computed" else ()
+                placement = replace(ALL, processor_layers=layers)
+            options = {"placement": placement, "dtype": "bfloat16", "weights": weights}
+            with engine(path, **options) as running:
+                result = running.generate(PROMPT, replace(GREEDY, logprobs=3))
+                results[weights, name] = result.token_ids, result.logprobs
+                crossed[weights, name] = result.stats["link"]["bytes_to_device"]
+                away[weights] = sum(layer.expert_bytes for layer in running.memory_plan.layers)
+                for pool in running.runtime.expert_pools.values():
+                    assert_whole(pool)
+    for name in ("streamed", "computed", "some"):
+        assert results["split-experts", name] == results["dense", name], name
+    assert away["split-experts"] < away["dense"]
+    assert crossed["split-experts", "streamed"] < crossed["dense", "streamed"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -58,6 +58,7 @@ from triforce_kernels.weights.split_bf16 import decode as decode_split
 from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmul
 from triforce_kernels.weights.tiles import Tiles
 from triforce_offload.kv.shape import SplitBlockLayout
+from triforce_offload.weights.formats import SplitBF16, SplitExperts
 
 
 class Compiled(NamedTuple):
@@ -304,10 +305,12 @@ def launch_experts(dtype: torch.dtype) -> None:
     """Products with experts of Qwen3-30B-A3B's shape, fewer of them, in every format."""
     count, columns, depth = 8, 1536, 2048
     split = encode(torch.zeros(count * columns, depth, dtype=torch.bfloat16))
+    apart = SplitExperts(count, SplitBF16(columns, depth))
     weights = [
         torch.empty(count * columns, depth, dtype=dtype),
         quantise(torch.zeros(count * columns, depth, dtype=dtype)),
         split,
+        apart.view(torch.zeros(apart.nbytes, dtype=torch.uint8)),
         HighBitsWeight.of(split),
     ]
     for name in FUSED:

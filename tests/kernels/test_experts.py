@@ -23,8 +23,10 @@ from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.int4 import quantise
 from triforce_kernels.weights.linear import Weight, dense_rows, rows_of
-from triforce_kernels.weights.split_bf16 import encode
+from triforce_kernels.weights.split_bf16 import SplitBF16Weight, encode
+from triforce_kernels.weights.split_experts import SplitExpertsWeight
 from triforce_kernels.weights.tiles import Tiles
+from triforce_offload.weights.formats import SplitBF16, SplitExperts
 
 
 def numbers(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -42,9 +44,19 @@ def formats(draw, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Weig
         "dense": dense,
         "int4": quantise(dense, 32),
         "split": split,
+        "apart": apart(split, 5),
         "high": HighBitsWeight(split.high, split.base),
         "blocks": BlockWeight(data, BLOCK_TYPES["Q8_0"], columns),
     }
+
+
+def apart(weight: SplitBF16Weight, count: int) -> SplitExpertsWeight:
+    """The same numbers, of experts that are split each for itself."""
+    rows, columns = weight.shape
+    form = SplitExperts(count, SplitBF16(rows // count, columns))
+    made = form.view(torch.zeros(form.nbytes, dtype=torch.uint8, device=DEVICE))
+    made.write(weight.joined()[: rows // count * count])
+    return made
 
 
 def test_rows_are_in_tiles_of_their_experts(backend) -> None:
@@ -78,7 +90,7 @@ def test_rows_without_an_expert_are_in_no_tile(backend) -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", INTERPRETED)
-@pytest.mark.parametrize("name", ["dense", "int4", "split", "high", "blocks"])
+@pytest.mark.parametrize("name", ["dense", "int4", "split", "apart", "high", "blocks"])
 def test_products_equal_those_with_each_expert(backend, draw, name, dtype) -> None:
     """The number of columns is no multiple of a tile, nor of what lists of exceptions count in."""
     count, columns, depth = 5, 40, 96

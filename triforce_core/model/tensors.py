@@ -25,6 +25,7 @@ from triforce_offload.weights.formats import (
     Groups,
     Read,
     SplitBF16,
+    SplitExperts,
     matrix,
 )
 from triforce_offload.weights.layouts import FlatLayout
@@ -118,6 +119,11 @@ class Layouts:
         return any(part.split for layout in self._all() for part in layout.decoded())
 
     @cached_property
+    def experts_apart(self) -> bool:
+        """Whether experts are split, each for itself."""
+        return any(each.experts_apart for each in self.experts)
+
+    @cached_property
     def block_types(self) -> frozenset[BlockType]:
         """Block types in which matrices are stored."""
         parts = (part for layout in self._all() for part in layout.decoded())
@@ -196,6 +202,28 @@ def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str
     return _layouts(config, dtype, split)
 
 
+def split_experts_layouts(
+    config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()
+) -> Layouts:
+    """Return layouts with the matrices of experts split, each for itself, and all else in `dtype`,
+    which is bfloat16. dense: as in `split_layouts`
+    """
+    counts = {
+        f"layers.{index}.{part}": spec.mlp.count
+        for index, spec in enumerate(config.layers)
+        if spec.mlp.active
+        for part in EXPERT_PARTS
+    }
+
+    def split(name: str, shape: tuple[int, ...]) -> Format:
+        count = counts.get(name)
+        if count is None or shape[1] % 2 or name in dense:
+            return Dense(shape, dtype)
+        return SplitExperts(count, SplitBF16(shape[0] // count, shape[1]))
+
+    return _layouts(config, dtype, split)
+
+
 def _layout(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: ElementType,
@@ -238,7 +266,8 @@ class MatrixBytes:
     experts: bytes of all experts
     head: bytes of the output matrix, once per forward
     decoded: whether some of them have to be decoded
-    layer_read, head_read: how the matrices of a layer and the output matrix are read
+    layer_read, experts_read, head_read: how the matrices of a layer, its experts and the output
+        matrix are read
     """
 
     qkv: float
@@ -247,26 +276,38 @@ class MatrixBytes:
     head: float
     decoded: bool = False
     layer_read: Read = Read.AS_STORED
+    experts_read: Read = Read.AS_STORED
     head_read: Read = Read.AS_STORED
 
     @classmethod
     def of(cls, layouts: Layouts) -> MatrixBytes:
         head = layouts.head.formats["head"]
-        reads = layouts.layers[0].formats["qkv"].read, head.read
+        reads = *_reads(layouts.layers), head.read
         sizes = _sizes(layouts.layers)
         return cls(*sizes, head.nbytes, bool(layouts.decoded_numbers), *reads)
 
     def with_layers(self, layers: Sequence[FlatLayout]) -> MatrixBytes:
         """Return these bytes with other layers, which have to be decoded, and the same head."""
-        reads = layers[0].formats["qkv"].read, self.head_read
+        reads = *_reads(layers), self.head_read
         sizes = _sizes(layers)
         return MatrixBytes(*sizes, self.head, True, *reads)
 
     def with_high_bits(self, layers: Sequence[FlatLayout]) -> MatrixBytes:
         """Return these bytes with only the high bits of the layers, and the same head."""
-        reads = layers[0].formats["qkv"].draft_read, self.head_read
+        reads = *_reads(layers, drafts=True), self.head_read
         sizes = _sizes(layers, drafts=True)
         return MatrixBytes(*sizes, self.head, True, *reads)
+
+
+def _reads(layers: Sequence[FlatLayout], *, drafts: bool = False) -> tuple[Read, Read]:
+    """Return how the matrices of a layer are read, and those of experts: like these, if there are
+    none.
+    """
+    own = layers[0].formats["qkv"]
+    experts = next(
+        (each.formats[EXPERT_PARTS[0]] for each in layers if EXPERT_PARTS[0] in each.formats), own
+    )
+    return (own.draft_read, experts.draft_read) if drafts else (own.read, experts.read)
 
 
 def _sizes(layers: Sequence[FlatLayout], *, drafts: bool = False) -> tuple[float, float, float]:

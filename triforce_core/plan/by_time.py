@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
-from triforce_core.model.tensors import split_layouts
 from triforce_core.params import SamplingParams
-from triforce_core.plan.formats import may_split_weights
+from triforce_core.plan.formats import SPLITS, may_split_weights
 from triforce_core.plan.machine import Room
 from triforce_core.plan.simulation.acceptance_curve import (
     HEAD_ACCEPTANCE,
@@ -19,7 +18,7 @@ from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import AUTO, LEAST_BUDGET, SPLIT, EngineConfig
+from triforce_core.settings import AUTO, LEAST_BUDGET, EngineConfig
 from triforce_offload.machine.processor import measure_processor
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
@@ -94,7 +93,7 @@ def _case(
         str(method.draft),
         sizes.drafter,
         pieces if quantised else None,
-        split=config.weights == SPLIT,
+        split=config.weights if config.weights in SPLITS else None,
         split_kv=sizes.kv_split,
         auto=frozenset(name for name, free in auto.items() if free),
         method=method,
@@ -108,7 +107,7 @@ def with_choice(sizes: ModelSizes, best: Candidate, unsplit: Collection[str]) ->
     """Return the sizes in the formats of a plan, with its retrieval cache in as many bits."""
     layouts = sizes.layouts
     if best.case.split and not sizes.weights.split:
-        layouts = split_layouts(sizes.config, sizes.dtype, unsplit)
+        layouts = SPLITS[best.case.split](sizes.config, sizes.dtype, unsplit)
     method = replace(sizes.method, draft_kv=best.plan.method.draft_kv)
     return replace(sizes, layouts=layouts, kv_split=best.case.split_kv, method=method)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from triforce_core.model.tensors import Layouts
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import DENSE, INT4, SPLIT, STORED
+from triforce_core.settings import DENSE, INT4, SPLIT, SPLIT_EXPERTS, STORED
 from triforce_kernels.weights.block_types import WITH_LARGE_TABLES
 from triforce_offload.errors import DoesNotFitError, UsageError, in_units
 from triforce_offload.plan.memory_plan import MemoryPlan
@@ -52,7 +52,9 @@ class Resolved:
     def weights(self) -> str:
         """How the weights are kept, see `EngineConfig.weights`."""
         layouts = self.sizes.weights
-        return STORED if layouts.block_types else SPLIT if layouts.split else DENSE
+        if layouts.block_types:
+            return STORED
+        return SPLIT_EXPERTS if layouts.experts_apart else SPLIT if layouts.split else DENSE
 
 
 def fit(

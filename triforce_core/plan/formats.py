@@ -6,15 +6,24 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
-from triforce_core.model.tensors import Layouts, split_layouts, stored_layouts
+from triforce_core.model.tensors import (
+    Layouts,
+    split_experts_layouts,
+    split_layouts,
+    stored_layouts,
+)
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import AUTO, DENSE, OFF, ON, SPLIT, EngineConfig
+from triforce_core.settings import AUTO, DENSE, OFF, ON, SPLIT, SPLIT_EXPERTS, EngineConfig
 from triforce_kernels.weights.block_types import NARROW, BlockType
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import place
 from triforce_offload.weights.formats import DTYPES, dtype_name
+
+
+# Layouts of split weights, by what is split.
+SPLITS = {SPLIT: split_layouts, SPLIT_EXPERTS: split_experts_layouts}
 
 
 def element_type(asked: str, stored: str | None, *, gpu: bool) -> str:
@@ -86,12 +95,17 @@ def _weights(
 ) -> Layouts:
     if config.weights == DENSE:
         return sizes.weights
-    if config.weights == SPLIT:
+    if config.weights in SPLITS:
         if (name := dtype_name(sizes.dtype)) != "bfloat16":
             raise UsageError(
                 f"only bfloat16 can be split, and weights are in {name} here: use --dtype bfloat16"
             )
-        return split_layouts(sizes.config, sizes.dtype, unsplit)
+        layouts = SPLITS[config.weights](sizes.config, sizes.dtype, unsplit)
+        if config.weights == SPLIT_EXPERTS and not layouts.experts:
+            raise UsageError(
+                "--weights split-experts is for models with experts; split splits every matrix"
+            )
+        return layouts
     stored = stored_layouts(sizes.config, sizes.dtype, pieces)
     unknown = [kind.name for kind in stored.block_types if not sizes.device.can_decode(kind)]
     if config.weights == AUTO:

@@ -14,6 +14,7 @@ from triforce_core.settings import (
     INT8,
     KV_FORMATS,
     SPLIT,
+    SPLIT_EXPERTS,
     WEIGHTS,
     EngineConfig,
     MethodSettings,
@@ -172,8 +173,9 @@ class Plan:
             parts[0] += f", {placement.expert_slots} experts of each also on the device"
         if placement.processor_kv and resident < kv_blocks:
             parts[-1] += f" and {placement.processor_kv:.0%} of the others left to the CPU"
-        if split := [n for n in ("weights", "kv") if getattr(self, n) == SPLIT]:
-            parts.append(f"{' and '.join(split).replace('kv', 'KV')} split")
+        split = [named for format, named in _SPLIT_WEIGHTS.items() if self.weights == format]
+        if split := split + ["KV"] * (self.kv == SPLIT):
+            parts.append(f"{' and '.join(split)} split")
         if self.budget:
             drafting = f"retrieval budget {self.budget}"
             if method.draft_kv == INT8:
@@ -251,6 +253,8 @@ _OLD_NAMES = {
     "lent_kv_blocks": "reclaimed_kv_blocks",
 }
 _OLD_SPLIT = "planes"
+# What is split, by the format of weights.
+_SPLIT_WEIGHTS = {SPLIT: "weights", SPLIT_EXPERTS: "experts"}
 # Fields that a plan may lack, because earlier versions did not write them.
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "accept", "draft_weights", "draft_kv",

@@ -23,9 +23,17 @@ typedef struct {
     float scale;
 } Choice;
 
-/* The part of a weight from row `row` on. */
-static Weight rows_from(const Weight *weight, int64_t row) {
+/* The matrix of an expert, of `rows` rows. */
+static Weight of_expert(const Weight *weight, int64_t expert, int64_t rows) {
     Weight part = *weight;
+    int64_t row = expert * rows, before = expert * weight->apart;
+    if (before) {
+        part.data += before, part.low += before, part.base += before;
+        part.places += before / (int64_t)sizeof *part.places;
+        part.patterns += before / (int64_t)sizeof *part.patterns;
+        part.starts += before / (int64_t)sizeof *part.starts;
+        return part;
+    }
     part.data += row * part.stride;
     if (part.low) part.low += row * (part.columns / 2);
     if (part.base) part.base += row;
@@ -46,7 +54,7 @@ static void experts_part(const void *job, int64_t first, int64_t end) {
         if (to > outputs) to = outputs;
         if (from < 0) from = 0;
         if (from >= to || e->experts[tile] < 0 || !e->counts[tile]) continue;
-        Weight weight = rows_from(e->product.weight, e->experts[tile] * outputs);
+        Weight weight = of_expert(e->product.weight, e->experts[tile], outputs);
         Product product = e->product;
         product.weight = &weight;
         product.x += before * product.x_stride;

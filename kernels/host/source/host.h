@@ -26,6 +26,8 @@ enum format {
    data: first row; `stride` bytes from a row to the next
    low, base, places, patterns, starts, room, first: of a split matrix, see `SplitBF16Weight`;
        `room` is the length of `places`, `groups` that of `starts`
+   apart: bytes from the matrix of an expert to the next, if a split one is of one expert alone; 0 if
+       the rows of all follow one another
    scale, offset: of groups of `group` columns, [groups, rows] of `scale_format`, with
        `scale_stride` numbers from a group to the next */
 typedef struct {
@@ -33,7 +35,7 @@ typedef struct {
     const uint8_t *data, *low, *base;
     const int32_t *places, *starts;
     const uint16_t *patterns;
-    int64_t room, groups, first;
+    int64_t room, groups, first, apart;
     const uint8_t *scale, *offset;
     int64_t group, scale_format, scale_stride;
 } Weight;

@@ -131,6 +131,30 @@ class _Shortage(Faults):
 
 
 @pytest.mark.slow
+def test_pools_of_experts_are_given_up_after_the_kv(tiny, monkeypatch) -> None:
+    """The second time that a pass finds no memory. The CPU computes all experts from then on."""
+    layers = (0, 1, 2)
+    placement = replace(
+        PLACEMENTS["weights"], expert_layers=layers, processor_layers=layers, expert_slots=3
+    )
+    options = {"draft": "ngram", "method": "autoregressive", "placement": placement}
+    with engine(tiny("qwen3_moe")[0], **LENT | options) as ours:
+        expected, told = generate(ours, GREEDY, Faults())
+        free, pools = ours.runtime.memory.available_bytes, ours.memory_plan.layers
+        for _ in range(2):
+            _fails_once(monkeypatch, Model, "logits", 4, after=False)
+        tokens, told = generate(ours, GREEDY, Faults())
+        assert tokens == expected
+        ends = ["all KV streams", "the CPU computes every expert, and the GPU keeps none"]
+        assert [str(each.message).rpartition("; ")[2] for each in told] == ends
+        freed = sum(layer.pool_bytes for layer in pools)
+        assert ours.runtime.memory.available_bytes - free >= freed > 0
+        monkeypatch.undo()
+        result = ours.generate(PROMPT, GREEDY, reuse=False)
+        assert result.token_ids == expected
+        assert result.stats["experts"] is None
+
+
 def test_as_much_is_given_back_as_it_takes(tiny) -> None:
     """Reclaimed memory first, then KV that stays on the device, then the levels that draft."""
     path = tiny("llama")[0]

@@ -20,7 +20,7 @@ from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
 from triforce_core.model.known.shapes import read_model, read_shape
 from triforce_core.model.tensors import kv_shape, matrices
-from triforce_core.plan.formats import element_type
+from triforce_core.plan.formats import SPLITS, element_type
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
     HEAD_ACCEPTANCE,
@@ -134,8 +134,8 @@ def _case(args: argparse.Namespace) -> Case:
         curve=_curve(args, draft_config, context - args.new_tokens // 2),
         draft=draft,
         draft_config=draft_config,
-        pieces=None if weights in (DENSE, SPLIT) else shape.pieces,
-        split=weights == SPLIT,
+        pieces=None if weights in (DENSE, *SPLITS) else shape.pieces,
+        split=weights if weights in SPLITS else None,
         split_kv=kv == SPLIT,
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),
         method=method,

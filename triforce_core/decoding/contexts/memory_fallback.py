@@ -73,6 +73,8 @@ class MemoryFallback:
             return "KV in reclaimed memory streams"
         if runtime.give_up_resident(sequence):
             return "all KV streams"
+        if runtime.give_up_pools():
+            return "the CPU computes every expert, and the GPU keeps none"
         small = self._models.small
         drafter = f"the {small.joins.in_words}" if small and small.joins else "the draft model"
         levels = {"retrieval": "the retrieval level"}

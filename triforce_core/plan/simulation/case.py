@@ -14,10 +14,10 @@ from triforce_core.model.tensors import (
     MatrixBytes,
     dense_layouts,
     int4_layouts,
-    split_layouts,
     stored_layouts,
 )
 from triforce_core.params import SamplingParams
+from triforce_core.plan.formats import SPLITS
 from triforce_core.plan.levels import fitting_budget
 from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.plan import Plan
@@ -48,7 +48,7 @@ class Case:
     curve: acceptance rates
     draft, draft_config: what drafts, and the config of the draft model, None for n-grams
     pieces: pieces of the matrices if they are kept quantised, else None
-    split: whether weights are split
+    split: SPLIT if all weights are split, SPLIT_EXPERTS if experts are, else None
     split_kv: whether KV is split
     auto: which of "weights" and "kv" may have another format if that is faster; "draft" if n-grams
         draft where an MTP head does not fit
@@ -68,7 +68,7 @@ class Case:
     draft: str = AUTO
     draft_config: ModelConfig | None = None
     pieces: Pieces | None = None
-    split: bool = False
+    split: str | None = None
     split_kv: bool = False
     auto: frozenset[str] = frozenset()
     block_bytes: int = BLOCK_BYTES
@@ -111,7 +111,7 @@ class Case:
     def layouts(self) -> Layouts:
         """Layouts of one GPU's share of the weights."""
         if self.split:
-            return split_layouts(self.rank, self.dtype)
+            return SPLITS[self.split](self.rank, self.dtype)
         if self.pieces is None:
             return dense_layouts(self.rank, self.dtype)
         return stored_layouts(self.rank, self.dtype, self.share.pieces(self.pieces))
@@ -128,7 +128,7 @@ class Case:
     @property
     def weights(self) -> str:
         """Format of the weights, see `EngineConfig.weights`."""
-        return SPLIT if self.split else STORED if self.pieces else DENSE
+        return self.split or (STORED if self.pieces else DENSE)
 
     @property
     def kv(self) -> str:

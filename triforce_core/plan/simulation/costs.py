@@ -123,7 +123,7 @@ class Costs:
         elements, nbytes = self.elements[2] * share, matrices.experts * share
         if self.hardware.asynchronous and tokens <= FEW_ROWS:
             nbytes *= ceil(rows / EXPERT_TILE)
-        return self._product(rows, elements, nbytes, matrices.layer_read)
+        return self._product(rows, elements, nbytes, matrices.experts_read)
 
     def expert_launches(self, tokens: int) -> int:
         """Return the launches of a layer's experts, the average of all layers."""

@@ -8,10 +8,11 @@ from itertools import pairwise
 
 from triforce_core.model.feed_forward import Experts
 from triforce_core.plan.simulation.costs import Costs
-from triforce_offload.machine.profiles import PRODUCT_ROWS
+from triforce_offload.machine.profiles import PRODUCT_ROWS, SPLIT_ROWS
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import for_processor
 from triforce_offload.weights.experts import MOST_INSERTED
+from triforce_offload.weights.formats import Read
 
 # Seconds of a layer's waits for the device, what crosses for them, and its small operations: these
 # and attention take .25 ms in SmolLM2-135M on 2 cores of an AMD EPYC (`scripts/bench host_compute`,
@@ -166,19 +167,25 @@ class Processor:
         """
         costs, matrices, tokens = self.costs, self.costs.matrices, self.tokens
         before, after, experts = costs.elements
-        nbytes, read = matrices.qkv + matrices.rest, before + after
+        nbytes, products = matrices.qkv + matrices.rest, before + after
         if self.experts_only:
-            nbytes = read = 0.0
-        products = read
+            nbytes = products = 0.0
+        decoding = products * _decoding_rows(matrices.layer_read)
         if experts:
             mlp = self._experts
             share = self._scale * self._missing / mlp.count
-            nbytes, read = nbytes + matrices.experts * share, read + experts * share
+            nbytes += matrices.experts * share
+            decoding += experts * share * _decoding_rows(matrices.experts_read)
             # A pool has as large a part of the experts of each row as of all.
             there = self._scale * self._missing / mlp.distinct(tokens)
             products += mlp.active * experts / mlp.count * there
-        operations = 2.0 * (tokens * products + PRODUCT_ROWS * read)
+        operations = 2.0 * (tokens * products + decoding)
         return nbytes, operations / costs.hardware.host_flops_per_second
+
+
+def _decoding_rows(read: Read) -> int:
+    """Return with how many rows a product takes as long as decoding what it reads."""
+    return SPLIT_ROWS if read is Read.SPLIT_BF16 else PRODUCT_ROWS
 
 
 def fastest_counts(processor: Processor, memory: MemoryPlan, compute_seconds: float) -> set[int]:

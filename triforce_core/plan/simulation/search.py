@@ -11,7 +11,16 @@ from triforce_core.plan.fitting import needs_weights
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.candidates import Candidate, candidates
 from triforce_core.plan.simulation.case import Case
-from triforce_core.settings import AUTO, AUTO_DRAFT_TOKENS, EXACT, INT4, INT8, NO_DRAFTER
+from triforce_core.settings import (
+    AUTO,
+    AUTO_DRAFT_TOKENS,
+    EXACT,
+    INT4,
+    INT8,
+    NO_DRAFTER,
+    SPLIT,
+    SPLIT_EXPERTS,
+)
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
 
@@ -76,7 +85,9 @@ def _ways(case: Case) -> list[Case]:
         if case.pieces and case.hardware.emulated:
             ways.append(replace(case, pieces=None))
         elif not case.pieces and splits:
-            ways.append(replace(case, split=True))
+            ways.append(replace(case, split=SPLIT))
+            if case.layouts.experts:
+                ways.append(replace(case, split=SPLIT_EXPERTS))
     if "kv" in case.auto and splits and case.config.kv_layers:
         ways += [replace(each, split_kv=True) for each in ways]
     return ways
