@@ -1,7 +1,7 @@
 """Matrices of experts in bfloat16, in 12 bits per number, without loss: each split for itself.
 
-One split matrix of all experts would have one list of exceptions. Here the bytes of an expert follow
-one another, so that it can cross a link alone.
+One split matrix of all experts would have one list of exceptions. Here the bytes of an expert
+follow one another, so that it can cross a link alone.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class SplitExpertsWeight(SplitWeight):
         """first: the first of `count` experts, which are `apart` bytes from one another"""
         return cls(
             *(
-                part.as_strided(
-                    (count, *part.shape), (apart // part.itemsize, *part.stride())
-                )
+                part.as_strided((count, *part.shape), (apart // part.itemsize, *part.stride()))
                 for part in _tensors(first)
             )
         )

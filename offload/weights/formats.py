@@ -305,8 +305,8 @@ class SplitBF16(Matrix):
 
 @dataclass(frozen=True)
 class SplitExperts(Format):
-    """Matrices of experts, one above the other, each split for itself: the bytes of an expert follow
-    one another, so that it can be away alone (`triforce_kernels.weights.split_experts`).
+    """Matrices of experts, one above the other, each split for itself: the bytes of an expert
+    follow one another, so that it can be away alone (`triforce_kernels.weights.split_experts`).
     """
 
     read: ClassVar[Read] = Read.SPLIT_BF16

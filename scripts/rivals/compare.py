@@ -144,7 +144,8 @@ class Run:
             directory = prepared.prepared(source, args.work)
             ids = prompt(args.task, load_tokenizer(source), args.prompt_tokens)
             self._name = source.name
-            gguf = str(source) if source.suffix == ".gguf" else None
+            # Workers run in another directory.
+            gguf = str(source.resolve()) if source.suffix == ".gguf" else None
         self._stored_bytes = _stored_bytes(directory, self._dtype, len(ids) + args.new_tokens)
         memory = args.device_memory
         if memory is None:

@@ -23,7 +23,7 @@ from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.int4 import quantise
 from triforce_kernels.weights.linear import Weight, dense_rows, rows_of
-from triforce_kernels.weights.split_bf16 import SplitBF16Weight, encode
+from triforce_kernels.weights.split_bf16 import encode
 from triforce_kernels.weights.split_experts import SplitExpertsWeight
 from triforce_kernels.weights.tiles import Tiles
 from triforce_offload.weights.formats import SplitBF16, SplitExperts
@@ -44,18 +44,20 @@ def formats(draw, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Weig
         "dense": dense,
         "int4": quantise(dense, 32),
         "split": split,
-        "apart": apart(split, 5),
+        "apart": apart(dense, 5),
         "high": HighBitsWeight(split.high, split.base),
         "blocks": BlockWeight(data, BLOCK_TYPES["Q8_0"], columns),
     }
 
 
-def apart(weight: SplitBF16Weight, count: int) -> SplitExpertsWeight:
-    """The same numbers, of experts that are split each for itself."""
-    rows, columns = weight.shape
-    form = SplitExperts(count, SplitBF16(rows // count, columns))
+def apart(dense: torch.Tensor, count: int) -> SplitExpertsWeight:
+    """Experts that are split each for itself, with some exceptions in each."""
+    rows, columns = dense.shape[0] // count, dense.shape[1]
+    form = SplitExperts(count, SplitBF16(rows, columns))
     made = form.view(torch.zeros(form.nbytes, dtype=torch.uint8, device=DEVICE))
-    made.write(weight.joined()[: rows // count * count])
+    numbers = dense[: rows * count].float()
+    numbers[::5, 1] *= 1e-9
+    made.write(numbers.bfloat16())
     return made
 
 

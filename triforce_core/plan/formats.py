@@ -21,7 +21,6 @@ from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import place
 from triforce_offload.weights.formats import DTYPES, dtype_name
 
-
 # Layouts of split weights, by what is split.
 SPLITS = {SPLIT: split_layouts, SPLIT_EXPERTS: split_experts_layouts}
 
