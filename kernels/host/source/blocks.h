@@ -48,8 +48,11 @@ INLINE void scaled(bytes16 numbers, vf scale, float *out) {
    which one instruction chooses by the low 4 bits of an integer. */
 #if defined(AVX512)
 typedef vf Table;
+INLINE Table scaled_table(const int8_t *levels, vf scale) {
+    return scale * floats(signed_bytes((const uint8_t *)levels));
+}
 INLINE Table table_of(const int8_t *levels, vf scale, vf offset) {
-    return scale * floats(signed_bytes((const uint8_t *)levels)) + offset;
+    return scaled_table(levels, scale) + offset;
 }
 INLINE void put_chosen(Sink *to, int64_t i, Table table, bytes16 bytes, int shift) {
     __m512i index = (__m512i)(unsigned_part(bytes, 0) >> shift);
@@ -59,14 +62,20 @@ INLINE void put_chosen(Sink *to, int64_t i, Table table, bytes16 bytes, int shif
 typedef struct {
     bytes16 levels;
     vf scale, offset;
+    int moved;
 } Table;
+INLINE Table scaled_table(const int8_t *levels, vf scale) {
+    return (Table){load_bytes((const uint8_t *)levels), scale, all(0), 0};
+}
 INLINE Table table_of(const int8_t *levels, vf scale, vf offset) {
-    return (Table){load_bytes((const uint8_t *)levels), scale, offset};
+    return (Table){load_bytes((const uint8_t *)levels), scale, offset, 1};
 }
 INLINE void put_chosen(Sink *to, int64_t i, Table table, bytes16 bytes, int shift) {
     bytes16 levels = look_up(table.levels, bytes >> shift & 15);
-    for (int j = 0; j < 16 / W; j++)
-        put(to, i + j * W, table.scale * floats(signed_part(levels, j)) + table.offset);
+    for (int j = 0; j < 16 / W; j++) {
+        vf numbers = table.scale * floats(signed_part(levels, j));
+        put(to, i + j * W, table.moved ? numbers + table.offset : numbers);
+    }
 }
 #endif
 
@@ -87,18 +96,40 @@ INLINE void put_both(Sink *to, int64_t i, Table table, const uint8_t *at) {
     put_chosen(to, i + 16, table, both, 4);
 }
 
+INLINE uint32_t word(const uint8_t *at) {
+    uint32_t four;
+    memcpy(&four, at, 4);
+    return four;
+}
+
 /* 16 in each byte whose bit is set, for bits 0 to 15 or 16 to 31 of the 4 bytes at an address that 12
    others follow; 0 elsewhere. */
 INLINE bytes16 fifth_bits(const uint8_t *at, int upper) {
+#if defined(AVX512)
+    return (bytes16)_mm_maskz_set1_epi8((__mmask16)(word(at) >> 16 * upper), 16);
+#else
     const uint64_t bits[2] = {UINT64_C(0x8040201008040201), UINT64_C(0x8040201008040201)};
     const bytes16 lower_bytes = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
     bytes16 bit = load_bytes((const uint8_t *)bits);
     bytes16 each = look_up(load_bytes(at), upper ? lower_bytes + 2 : lower_bytes);
     return (bytes16)((each & bit) == bit) & 16;
+#endif
+}
+
+/* scale * number, for 32 signed bytes. */
+INLINE void put_more_scaled(Sink *to, int64_t i, bytes32 numbers, vf first, vf second) {
+    put_scaled(to, i, half_of(numbers, 0), first);
+    put_scaled(to, i + 16, half_of(numbers, 1), second);
+}
+
+/* scale * number + offset, for 32 unsigned bytes. */
+INLINE void put_more_moved(Sink *to, int64_t i, bytes32 numbers, vf scale, vf offset) {
+    put_moved(to, i, half_of(numbers, 0), scale, offset);
+    put_moved(to, i + 16, half_of(numbers, 1), scale, offset);
 }
 
 INLINE void block_q4_0(const uint8_t *at, int64_t c, Sink *to) {
-    put_both(to, c, table_of(CENTRED, all(half(at)), all(0)), at + 2);
+    put_both(to, c, scaled_table(CENTRED, all(half(at))), at + 2);
 }
 
 INLINE void block_q4_1(const uint8_t *at, int64_t c, Sink *to) {
@@ -123,12 +154,6 @@ INLINE void block_q8_0(const uint8_t *at, int64_t c, Sink *to) {
     vf d = all(half(at));
     put_scaled(to, c, load_bytes(at + 2), d);
     put_scaled(to, c + 16, load_bytes(at + 18), d);
-}
-
-INLINE uint32_t word(const uint8_t *at) {
-    uint32_t four;
-    memcpy(&four, at, 4);
-    return four;
 }
 
 /* The 8 scales of Q4_K and Q5_K, then their 8 minima with the opposite sign. They are in 12 bytes of
@@ -160,18 +185,15 @@ INLINE void part_q4_k(const uint8_t *at, int part, const float *scales, int64_t 
 }
 
 /* `count` bits of each byte, from bit `from` on, moved to bit `to`. */
-INLINE bytes16 moved_bits(bytes16 v, int from, int count, int to) {
-    v &= (uint8_t)(((1 << count) - 1) << from);
-    return to > from ? v << (to - from) : v >> (from - to);
+INLINE bytes32 moved_bits(bytes32 v, int from, int count, int to) {
+    pairs kept = (pairs)(v & (uint8_t)(((1 << count) - 1) << from));
+    return (bytes32)(to > from ? kept << (to - from) : kept >> (from - to));
 }
 
 INLINE void part_q5_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
-    vf scale = all(scales[part]), offset = all(scales[8 + part]);
-    for (int i = 0; i < 32; i += 16) {
-        bytes16 both = load_bytes(at + 48 + part / 2 * 32 + i);
-        bytes16 fifth = moved_bits(load_bytes(at + 16 + i), part, 1, 4);
-        put_moved(to, c + i, moved_bits(both, part % 2 * 4, 4, 0) | fifth, scale, offset);
-    }
+    bytes32 four = moved_bits(load_more(at + 48 + part / 2 * 32), part % 2 * 4, 4, 0);
+    bytes32 fifth = moved_bits(load_more(at + 16), part, 1, 4);
+    put_more_moved(to, c, four | fifth, all(scales[part]), all(scales[8 + part]));
 }
 
 INLINE void scales_q6_k(const uint8_t *at, float *out) {
@@ -180,11 +202,10 @@ INLINE void scales_q6_k(const uint8_t *at, float *out) {
 
 INLINE void part_q6_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
     const uint8_t *low = at + part / 4 * 64 + part % 2 * 32, *high = at + 128 + part / 4 * 32;
-    for (int i = 0; i < 2; i++) {
-        bytes16 four = moved_bits(load_bytes(low + 16 * i), part / 2 % 2 * 4, 4, 0);
-        bytes16 two = moved_bits(load_bytes(high + 16 * i), part % 4 * 2, 2, 4);
-        put_scaled(to, c + 16 * i, (four | two) - 32, all(scales[2 * part + i]));
-    }
+    bytes32 four = moved_bits(load_more(low), part / 2 % 2 * 4, 4, 0);
+    bytes32 two = moved_bits(load_more(high), part % 4 * 2, 2, 4);
+    vf first = all(scales[2 * part]), second = all(scales[2 * part + 1]);
+    put_more_scaled(to, c, (four | two) - 32, first, second);
 }
 
 /* The 16 scales, then the 16 minima with the opposite sign. */
@@ -212,34 +233,37 @@ INLINE void scales_q3_k(const uint8_t *at, float *out) {
 }
 
 INLINE void part_q3_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    bytes32 two = moved_bits(load_more(at + 32 + part / 4 * 32), part % 4 * 2, 2, 0);
+    bytes32 three = two | moved_bits(load_more(at), part, 1, 2);
     for (int i = 0; i < 2; i++) {
-        bytes16 two = moved_bits(load_bytes(at + 32 + part / 4 * 32 + 16 * i), part % 4 * 2, 2, 0);
-        bytes16 third = moved_bits(load_bytes(at + 16 * i), part, 1, 2);
-        Table table = table_of(THREE_BITS, all(scales[2 * part + i]), all(0));
-        put_chosen(to, c + 16 * i, table, two | third, 0);
+        Table table = scaled_table(THREE_BITS, all(scales[2 * part + i]));
+        put_chosen(to, c + 16 * i, table, half_of(three, i), 0);
     }
 }
 
 INLINE void block_iq4_nl(const uint8_t *at, int64_t c, Sink *to) {
-    put_both(to, c, table_of(IQ4_LEVELS, all(half(at)), all(0)), at + 2);
+    put_both(to, c, scaled_table(IQ4_LEVELS, all(half(at))), at + 2);
 }
 
 INLINE void scales_iq4_xs(const uint8_t *at, float *out) {
-    float d = half(at);
-    int high = at[2] | at[3] << 8;
-    for (int i = 0; i < 8; i++)
-        out[i] = d * (((at[4 + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32);
+    vf d = all(half(at));
+    vi low = all_int((int32_t)word(at + 4)), high = all_int((int32_t)word(at) >> 16);
+    for (int i = 0; i < 8; i += W) {
+        vi which = signed_bytes((const uint8_t *)COUNTED) + i;
+        vi six = (low >> (which * 4 & 31) & 15) | (high >> (which * 2 & 31) & 3) << 4;
+        store(out + i, d * floats(six - 32));
+    }
 }
 
 INLINE void part_iq4_xs(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
-    put_both(to, c, table_of(IQ4_LEVELS, all(scales[part]), all(0)), at + 8 + 16 * part);
+    put_both(to, c, scaled_table(IQ4_LEVELS, all(scales[part])), at + 8 + 16 * part);
 }
 
 INLINE void block_mxfp4(const uint8_t *at, int64_t c, Sink *to) {
     uint32_t bits = at[0] < 2 ? UINT32_C(0x00200000) << at[0] : (uint32_t)(at[0] - 1) << 23;
     float scale;
     memcpy(&scale, &bits, 4);
-    put_both(to, c, table_of(FP4_DOUBLED, all(scale), all(0)), at + 1);
+    put_both(to, c, scaled_table(FP4_DOUBLED, all(scale)), at + 1);
 }
 
 INLINE void scales_f8_e4m3(const uint8_t *at, float *out) { memcpy(out, at + 128, 4); }

@@ -37,6 +37,9 @@ typedef float vf __attribute__((vector_size(4 * W)));
 typedef int32_t vi __attribute__((vector_size(4 * W)));
 typedef float vf_any __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
+typedef uint8_t bytes32 __attribute__((vector_size(32)));
+typedef uint16_t pairs __attribute__((vector_size(32)));
+typedef uint8_t bytes32_any __attribute__((vector_size(32), aligned(1), may_alias));
 typedef uint8_t bytes16_any __attribute__((vector_size(16), aligned(1), may_alias));
 
 INLINE vf load(const float *at) { return *(const vf_any *)at; }
@@ -44,6 +47,20 @@ INLINE void store(float *at, vf v) { *(vf_any *)at = v; }
 INLINE vf all(float x) { return x - (vf){0}; }
 INLINE vi all_int(int32_t x) { return x - (vi){0}; }
 INLINE bytes16 load_bytes(const uint8_t *at) { return *(const bytes16_any *)at; }
+INLINE bytes32 load_more(const uint8_t *at) { return *(const bytes32_any *)at; }
+
+/* The first 16 bytes of 32, or the others. */
+INLINE bytes16 half_of(bytes32 v, int upper) {
+#if defined(AVX2) || defined(AVX512)
+    return upper ? (bytes16)_mm256_extracti128_si256((__m256i)v, 1)
+                 : (bytes16)_mm256_castsi256_si128((__m256i)v);
+#else
+    bytes16 out;
+    memcpy(&out, (const uint8_t *)&v + 16 * upper, 16);
+    return out;
+#endif
+}
+
 #if W == 16
 static const vi FIRST_HALF = {-1, -1, -1, -1, -1, -1, -1, -1};
 #endif
