@@ -77,12 +77,14 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         if on_host or same:
             if isinstance(weight, torch.Tensor):
                 return _in_one_order(x, weight, bias)
-            return _by_slices(x, weight, bias, _in_one_order)
+            # A processor's kernels compute in float32: numbers need not be rounded before.
+            dtype = torch.float32 if on_host else x.dtype
+            return _by_slices(x, weight, bias, _in_one_order, dtype)
     if widens(x.device, x.dtype, x.shape[0]):
         return _by_slices(x, weight, bias, _wide_product(x.float()), torch.float32)
     if isinstance(weight, torch.Tensor) and weight.dtype == x.dtype:
         return F.linear(x, weight, bias)
-    return _by_slices(x, weight, bias, F.linear)
+    return _by_slices(x, weight, bias, F.linear, x.dtype)
 
 
 def _stacked(x: torch.Tensor, weight: StackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -101,15 +103,15 @@ def _by_slices(
     weight: Weight,
     bias: torch.Tensor | None,
     product: Product,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """`linear` with some rows of the weight at a time, as dense numbers.
 
     product: multiplies by these rows and adds their bias
-    dtype: of these rows, by default that of x
+    dtype: of these rows
     """
     out = None
-    for first, rows in dense_rows(weight, dtype or x.dtype):
+    for first, rows in dense_rows(weight, dtype):
         end = first + rows.shape[0]
         added = None if bias is None else bias[first:end]
         if end - first == weight.shape[0]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.params import SamplingParams
-from triforce_core.plan.formats import SPLITS, may_split_weights
+from triforce_core.plan.formats import SPLITS, may_split_weights, split_weights
 from triforce_core.plan.machine import Room
 from triforce_core.plan.simulation.acceptance_curve import (
     HEAD_ACCEPTANCE,
@@ -107,7 +107,7 @@ def with_choice(sizes: ModelSizes, best: Candidate, unsplit: Collection[str]) ->
     """Return the sizes in the formats of a plan, with its retrieval cache in as many bits."""
     layouts = sizes.layouts
     if best.case.split and not sizes.weights.split:
-        layouts = SPLITS[best.case.split](sizes.config, sizes.dtype, unsplit)
+        layouts = split_weights(best.case.split, sizes.config, sizes.dtype, unsplit)
     method = replace(sizes.method, draft_kv=best.plan.method.draft_kv)
     return replace(sizes, layouts=layouts, kv_split=best.case.split_kv, method=method)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import (
     Layouts,
@@ -19,10 +20,31 @@ from triforce_kernels.weights.block_types import NARROW, BlockType
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import place
-from triforce_offload.weights.formats import DTYPES, dtype_name
+from triforce_offload.weights.formats import DTYPES, ElementType, dtype_name
 
-# Layouts of split weights, by what is split.
-SPLITS = {SPLIT: split_layouts, SPLIT_EXPERTS: split_experts_layouts}
+# Formats of weights of which some are split.
+SPLITS = (SPLIT, SPLIT_EXPERTS)
+
+
+def split_weights(
+    which: str, config: ModelConfig, dtype: ElementType, unsplit: Collection[str] = ()
+) -> Layouts:
+    """Return the layouts of weights in one of SPLITS.
+
+    unsplit: matrices that have too many exceptions to be split
+    Raises UsageError.
+    """
+    if (name := dtype_name(dtype)) != "bfloat16":
+        raise UsageError(
+            f"only bfloat16 can be split, and weights are in {name} here: use --dtype bfloat16"
+        )
+    if which == SPLIT:
+        return split_layouts(config, dtype, unsplit)
+    if not any(spec.mlp.active for spec in config.layers):
+        raise UsageError(
+            "--weights split-experts is for models with experts; --weights split is for all"
+        )
+    return split_experts_layouts(config, dtype, unsplit)
 
 
 def element_type(asked: str, stored: str | None, *, gpu: bool) -> str:
@@ -95,16 +117,7 @@ def _weights(
     if config.weights == DENSE:
         return sizes.weights
     if config.weights in SPLITS:
-        if (name := dtype_name(sizes.dtype)) != "bfloat16":
-            raise UsageError(
-                f"only bfloat16 can be split, and weights are in {name} here: use --dtype bfloat16"
-            )
-        layouts = SPLITS[config.weights](sizes.config, sizes.dtype, unsplit)
-        if config.weights == SPLIT_EXPERTS and not layouts.experts:
-            raise UsageError(
-                "--weights split-experts is for models with experts; split splits every matrix"
-            )
-        return layouts
+        return split_weights(config.weights, sizes.config, sizes.dtype, unsplit)
     stored = stored_layouts(sizes.config, sizes.dtype, pieces)
     unknown = [kind.name for kind in stored.block_types if not sizes.device.can_decode(kind)]
     if config.weights == AUTO:
@@ -155,7 +168,7 @@ def with_split_unasked(
     if not kernels or not bfloat16 or not _streams(sizes, config, device_bytes):
         return sizes
     if alone and may_split_weights(sizes, config) and not sizes.weights.decoded_numbers:
-        sizes = replace(sizes, layouts=split_layouts(sizes.config, sizes.dtype, unsplit))
+        sizes = replace(sizes, layouts=split_weights(SPLIT, sizes.config, sizes.dtype, unsplit))
     if config.kv == AUTO and _lets_kv_stream(sizes, config, device_bytes):
         sizes = replace(sizes, kv_split=True)
     return sizes

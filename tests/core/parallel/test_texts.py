@@ -162,6 +162,18 @@ def test_quantised_weights(tmp_path, leaders, kind: str, weights: str) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("placement", ["resident", "weights"])
+def test_experts_split_each_for_itself(tiny, leaders, placement: str) -> None:
+    """Each rank has columns of every expert, and no number of them is lost."""
+    path, _ = tiny("qwen3_moe")
+    logprobs = []
+    for weights in ("dense", "split-experts"):
+        with engine(path, 2, placement, dtype="bfloat16", weights=weights) as ours:
+            result = ours.generate(random_ids(PROMPT), replace(greedy(NEW), logprobs=3))
+            logprobs.append((result.token_ids, result.logprobs))
+    assert logprobs[0] == logprobs[1]
+
+
 def test_fp8(tmp_path, leaders) -> None:
     model = make_model("qwen3", tmp_path, **FP8_SIZES)
     quantise(tmp_path, model)

@@ -147,7 +147,7 @@ def test_planes_are_planned_where_they_are_faster_and_not_where_integers_bound_t
 
 def test_planes_under_more_rows_than_a_tile_are_decoded_first() -> None:
     case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 8192, dtype=DTYPES["bfloat16"])
-    few, more = (replace(case, split=True).costs.after(rows) for rows in (64, 65))
+    few, more = (replace(case, split="split").costs.after(rows) for rows in (64, 65))
     dense = case.costs.after(65)
     assert more > dense + few / 3
 

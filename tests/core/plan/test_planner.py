@@ -191,7 +191,7 @@ def test_planes_and_a_cache_in_8_bits_are_planned_with_all_that_they_take() -> N
     small kernels, laws and operations on whole numbers were counted.
     """
     fixed = {"budget": 4096, "draft_tokens": 12, "inner_draft_tokens": 3}
-    bfloat16, both = DTYPES["bfloat16"], {"split": True, "split_kv": True}
+    bfloat16, both = DTYPES["bfloat16"], {"split": "split", "split_kv": True}
     case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 131072, dtype=bfloat16, **both)
     chosen = choose(replace(case, fixed=fixed))
     assert 0.022 < chosen.seconds_per_token <= 0.023

@@ -25,6 +25,7 @@ from triforce_offload.plan.placing import (
     place_on_processor,
     with_kv_instead,
 )
+from triforce_offload.weights.formats import DTYPES
 
 # A desktop: two channels of DDR5, 16 cores.
 DESKTOP = {"host_bytes_per_second": 60e9, "host_flops_per_second": 1.5e12}
@@ -191,7 +192,7 @@ def test_a_retrieval_level_has_its_layers_on_the_device(model: str, context: int
     [
         ("gpt-oss-120b", 131072),
         ("qwen3-30b-a3b:Q8_0", 32768),
-        ("minimax-m2:Q4_K_M", 32768),
+        ("qwen3-next-80b-a3b:Q4_K_M", 32768),
         ("glm-4.5-air:Q4_K_M", 32768),
         ("nemotron-3-nano-30b-a3b", 32768),
     ],
@@ -207,6 +208,19 @@ def test_an_engine_has_the_pools_and_the_kv_of_its_plan(model: str, context: int
     shares = ProcessorShares.of(chosen.memory)
     found = shares.placed_on_processor(shares.with_streamed_layers(own), room).placement
     assert found == planned
+
+
+def test_experts_in_bfloat16_are_split_each_for_itself() -> None:
+    """They are faster so than dense, or in split layers, which have to be away as a whole."""
+    plain = replace(case("qwen3.5-35b-a3b", **DESKTOP), dtype=DTYPES["bfloat16"], pieces=None)
+    chosen = choose(replace(plain, auto=frozenset(["weights"])))
+    assert chosen.plan.weights == "split-experts"
+    assert chosen.memory.placement.expert_slots > 0
+    for split in (None, "split"):
+        other = choose(replace(plain, split=split))
+        assert chosen.seconds_per_token < 0.9 * other.seconds_per_token
+        assert chosen.memory.host_bytes < other.memory.host_bytes
+    assert chosen.plan.line(40, 80).endswith(", experts split")
 
 
 def test_plain_decoding_is_planned_where_drafts_read_too_many_experts() -> None:

@@ -72,7 +72,7 @@ def planned(shape: str, context: int, card: str = "rtx4090"):
 )
 def test_an_engine_keeps_everything_as_the_plan_says(shape: str, context: int, card: str) -> None:
     best, ours = planned(shape, context, card), resolved(shape, context, card, named(card))
-    assert ours.sizes.weights.split == best.case.split
+    assert ours.weights == best.case.weights
     assert ours.sizes.kv_split == best.case.split_kv
     # Lengths that are learned take more workspace: one halving less of the cache may fit.
     assert best.plan.budget in (ours.budget, 2 * ours.budget)

@@ -17,7 +17,7 @@ from triforce_core.model.tensors import (
     stored_layouts,
 )
 from triforce_core.params import SamplingParams
-from triforce_core.plan.formats import SPLITS
+from triforce_core.plan.formats import split_weights
 from triforce_core.plan.levels import fitting_budget
 from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.plan import Plan
@@ -111,7 +111,7 @@ class Case:
     def layouts(self) -> Layouts:
         """Layouts of one GPU's share of the weights."""
         if self.split:
-            return SPLITS[self.split](self.rank, self.dtype)
+            return split_weights(self.split, self.rank, self.dtype)
         if self.pieces is None:
             return dense_layouts(self.rank, self.dtype)
         return stored_layouts(self.rank, self.dtype, self.share.pieces(self.pieces))
@@ -252,10 +252,8 @@ class Case:
     def check(self) -> None:
         """Raise UsageError for a context or a format that the model does not support."""
         self.method.check_weights(self.weights)
-        if self.split and self.dtype.name != "bfloat16":
-            raise UsageError(
-                f"only bfloat16 can be split, and weights are in {self.dtype.name} here"
-            )
+        if self.split:
+            split_weights(self.split, self.config, self.dtype)
         if self.split_kv and self.dtype.name != "bfloat16":
             raise UsageError(f"only bfloat16 can be split, and KV is in {self.dtype.name} here")
         positions = self.config.positions
