@@ -282,10 +282,11 @@ class EngineConfig:
     dtype: dtype of weights and KV: "auto", "float32", "bfloat16" or "float16"
     weights: how weights are kept. "dense": every number in `dtype`; "stored": in the blocks of a
         GGUF file, or in 16 bits where `dtype` is float32; "split": bfloat16 in 12 bits per number,
-        without loss; "split-experts": so the matrices of experts alone, of which each can be in
-        host memory or cross the link by itself; "auto": quantised weights as stored on a GPU; on a
+        without loss; "split-experts": the same of experts alone, of which each can be in host
+        memory or cross the link by itself; "auto": quantised weights as stored on a GPU; on a
         CPU all weights as stored if its compiled kernels multiply by them, or if dense ones would
-        stream; bfloat16 weights split on a GPU if weights or KV would stream; dense otherwise
+        stream; bfloat16 weights, or their experts, split on a GPU if weights or KV would
+        stream; dense otherwise
     kv: how KV is kept: "dense", "split" (bfloat16 in 12 bits per number, without loss), or "auto"
         (split on a GPU if something would stream)
     same_bits: "on": each token has the same logits to the last bit, whatever drafts it, wherever

@@ -106,7 +106,7 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
         and tiles.rows <= FEW_ROWS
         and tiles.experts.dtype == tiles.order.dtype == torch.int64
         and tiles.experts.is_contiguous()
-        and (not isinstance(weight, torch.Tensor) or _multiplies(x, weight))
+        and _multiplies(x, weight, tiles.columns)
         and x.device == weight.device == tiles.order.device == tiles.experts.device,
         x=x,
         order=tiles.order,
@@ -116,8 +116,12 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
     return implementation(kernel or "dense_experts", x.device)(x, weight, tiles)
 
 
-def _multiplies(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether kernels multiply rows by a dense weight: a processor's convert either."""
+def _multiplies(x: torch.Tensor, weight: Weight, columns: int) -> bool:
+    """Return whether kernels multiply rows by experts of `columns` rows of a weight. A processor's
+    convert numbers of either dtype.
+    """
+    if not isinstance(weight, torch.Tensor):
+        return weight.expert_rows in (None, columns)
     return weight.stride(1) == 1 and (x.dtype == weight.dtype or backend(x.device) == HOST)
 
 

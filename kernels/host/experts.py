@@ -97,8 +97,8 @@ def gated(
     room = torch.empty(pairs * (2 * hidden + experts.rows + width), device="cpu")
     matrices = weight_struct(gate_up), weight_struct(down)
     call = ExpertMLP(
-        _each(matrices[0], gate_up, experts.rows, first),
-        _each(matrices[1], down, hidden, second),
+        _each(matrices[0], experts.rows, first),
+        _each(matrices[1], hidden, second),
         Gate(format=FORMATS["F32"], operation=operation, width=width),
         x.data_ptr(),
         out.data_ptr(),
@@ -117,10 +117,8 @@ def gated(
     return out
 
 
-def _each(
-    struct: structures.Weight, weight: Weight, outputs: int, bias: torch.Tensor | None
-) -> Product:
-    """Return a product with one expert's matrix. struct: of `weight`, which outlives the product"""
+def _each(struct: structures.Weight, outputs: int, bias: torch.Tensor | None) -> Product:
+    """Return a product with one expert's matrix. struct: of all experts, outlives the product"""
     added = None if bias is None else bias.data_ptr()
     return Product(ctypes.addressof(struct), bias=added, outputs=outputs, factor=1.0)
 

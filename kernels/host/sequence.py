@@ -121,7 +121,7 @@ class Sequence:
         adds: bool = False,
         factor: float = 1.0,
     ) -> None:
-        """Multiply by a transposed weight, which is converted as `linear` converts it.
+        """Multiply by a transposed weight, as `linear` does.
 
         bias: [out], float32
         adds: whether results are added to `out`, after their product with `factor`

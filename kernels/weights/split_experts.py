@@ -86,6 +86,11 @@ class SplitExpertsWeight(SplitWeight):
                 yield expert * each + first, rows
 
     @property
+    def expert_rows(self) -> int:
+        """StoredWeight.expert_rows."""
+        return self.high.shape[1]
+
+    @property
     def experts_kernel(self) -> str:
         """StoredWeight.experts_kernel."""
         return "split_experts"

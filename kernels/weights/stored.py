@@ -40,6 +40,11 @@ class StoredWeight(ABC):
         return None
 
     @property
+    def expert_rows(self) -> int | None:
+        """Number of rows of each expert, if it is stored for itself; None if they may be any."""
+        return None
+
+    @property
     def experts_kernel(self) -> str | None:
         """Name of the kernel that multiplies by experts that stand one above the other in such a
         weight (`experts.grouped`). None to multiply by one after another.

@@ -159,6 +159,8 @@ class _Direction:
                 self._copy(*copy, event)
             except BaseException as error:
                 event.error = self._error = error
+            # Whoever waits may free the memory.
+            del job, copy
             event.done.set()
 
     def _copy(

@@ -327,7 +327,8 @@ class MemoryPlan:
             raise UsageError("split_layers of a placement are of weights that are split")
         if placement.expert_layers and not needs.expert_bytes:
             raise UsageError(
-                "expert_layers of a placement are of weights with experts that are not split"
+                "expert_layers of a placement are of weights with experts, not in split layers "
+                "(--weights split-experts splits each for itself)"
             )
         self._check_expert_slots()
         if (needed := self.device_bytes) > limit_bytes:

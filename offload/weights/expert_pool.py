@@ -20,7 +20,7 @@ from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.plan.memory_plan import LayerPlan
 from triforce_offload.weights.experts import MOST_INSERTED, RecentExperts
-from triforce_offload.weights.layouts import FlatLayout
+from triforce_offload.weights.layouts import FlatLayout, Views
 
 
 class Part(NamedTuple):
@@ -161,6 +161,12 @@ class ExpertPool:
                 part.of_slot(slot).copy_(part.of_expert(experts, expert))
             self.recent.put(expert, slot)
 
+    def close(self) -> None:
+        """Let go of the memory, which whoever knows the pool would keep otherwise."""
+        self.views = Views()
+        self._parts.clear()
+        self._noted.clear()
+
     def finish(self) -> None:
         """Make later compute start after the copies to slots. Raises LinkError."""
         while self._coming:
@@ -217,6 +223,8 @@ class ExpertPools(dict[int, ExpertPool]):
         return True
 
     def close(self) -> None:
+        for pool in self.values():
+            pool.close()
         self.clear()
         if self._allocation is not None:
             self._memory.free(self._allocation)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Views(dict[str, "Weight"]):
     """Named tensors of a layer, in one place.
 
-    by_processor: whether the processor computes the layer; then all but matrices are float32
+    by_processor: whether the processor computes the layer; vectors are then in the dtype in which
+        it computes
     prepared: what a computation makes of their addresses once; None before
     pool: the experts that are on the device, if these tensors are in host memory
     note: notes which of these experts the rows of a prefill chose, [rows, active] int64

@@ -124,13 +124,13 @@ class ProcessorLocation:
         self.by_processor = isinstance(streamed, HostLocation)
 
     def views(self, layout: FlatLayout, buffer: torch.Tensor) -> Views:
-        """LayerLocation.views. Of a whole layer, tensors that are no matrices are copies in the
-        dtype in which the processor computes.
+        """LayerLocation.views. Vectors of a whole layer are copies in the dtype in which the
+        processor computes.
         """
         views = self._streamed.views(layout, buffer)
         if self.by_processor:
             for name, tensor in views.items():
-                if isinstance(tensor, torch.Tensor) and tensor.dim() != 2:
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 1:
                     views[name] = tensor.to(processor_dtype(tensor.dtype))
             views.by_processor = True
         return views

@@ -109,7 +109,6 @@ def test_split_experts_are_the_dense_ones_in_fewer_bytes(tiny, family: str) -> N
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_half_precision(tiny, family: str, dtype: str) -> None:
-    """Rows that the processor computes are float32 where its kernels take them so."""
     path, _ = tiny(family)
     with engine(path, placement=PLACED["some"], dtype=dtype) as running:
         result = running.generate(PROMPT, GREEDY)

@@ -31,7 +31,7 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor if tensor.device == device else come(tensor).to(device)
 
 
-def hidden_for(weights: Views, hidden: torch.Tensor, here: Device) -> torch.Tensor:
+def hidden_for(weights: Views, hidden: torch.Tensor, here: Place) -> torch.Tensor:
     """Return hidden states as a layer with these weights takes them. Raises LinkError."""
     if not weights.by_processor:
         return here.take(hidden)
@@ -39,8 +39,8 @@ def hidden_for(weights: Views, hidden: torch.Tensor, here: Device) -> torch.Tens
 
 
 @dataclass(frozen=True)
-class Device:
-    """The device that computes a forward, and the dtype of its hidden states."""
+class Place:
+    """The device that computes a forward, and the dtype of its hidden states there."""
 
     device: torch.device
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class CacheElsewhere:
     Each call waits for the device once.
     """
 
-    def __init__(self, cache: Cache, here: Device) -> None:
+    def __init__(self, cache: Cache, here: Place) -> None:
         self._cache = cache
         self._here = here
 
@@ -108,7 +108,11 @@ class CacheElsewhere:
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""
         values = rows.values
-        heads = map(self._here.take, (rows.queries, rows.keys, values))
+        if rows.corrects:
+            heads = map(self._here.take, (rows.queries, rows.keys, values))
+        else:
+            # Those of Mamba-2 are float32 on a device too.
+            heads = (moved(each, self._here.device) for each in (rows.queries, rows.keys, values))
         gates = (moved(each, self._here.device) for each in (rows.decays, rows.rates))
         here = DeltaRows(*heads, *gates, corrects=rows.corrects)
         return moved(self._cache.recur(layer, here, batch), values.device).to(values.dtype)

@@ -102,6 +102,8 @@ class ExpertsMLP:
             return self._by_both(w, w.pool, x, chosen, weights)
         # The processor may have them, and none of the rest of the layer.
         there, here = w["experts_down"].device, x.device
+        if w.by_processor:
+            return self._by_processor(w, x, chosen, weights)
         if there == here:
             return self._outputs(w, self._spec.count, x, chosen, weights)
         rows, chosen, weights = (moved(each, there) for each in (x, chosen, weights))

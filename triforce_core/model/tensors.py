@@ -115,7 +115,7 @@ class Layouts:
 
     @cached_property
     def split(self) -> bool:
-        """Whether some matrices are split."""
+        """Whether some matrices are split, or experts are, each for itself."""
         return any(part.split for layout in self._all() for part in layout.decoded())
 
     @cached_property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from triforce_core.model.config import ModelConfig, RotationKind
-from triforce_core.model.elsewhere import CacheElsewhere, Device, batch_on, hidden_for
+from triforce_core.model.elsewhere import CacheElsewhere, Place, batch_on, hidden_for
 from triforce_core.model.fused import FusedLayer
 from triforce_core.model.heads.taps import Taps
 from triforce_core.model.layers import LayerSpec
@@ -151,13 +151,14 @@ class Model:
         """`forward`."""
         rotated = self._rotated(batch, hidden)
         parts = {kind: list(each.parts(chunk)) for kind, each in rotated.items()}
-        here = Device(hidden.device, hidden.dtype)
+        here = Place(hidden.device, hidden.dtype)
         through = CacheElsewhere(cache, here)
         for index, spec in enumerate(self.config.layers):
             if taps is not None:
                 taps.take(index, hidden)
             with weights.layer(index) as layer:
                 hidden = hidden_for(layer, hidden, here)
+                # Also where the processor is the device: as it will be beside a GPU.
                 keeps = through if layer.by_processor else cache
                 for part in parts[self.config.rotation_of(spec.mixer)]:
                     rows, part = hidden[part.first : part.end], batch_on(part, hidden.device)

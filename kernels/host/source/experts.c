@@ -27,7 +27,7 @@ typedef struct {
 static Weight of_expert(const Weight *weight, int64_t expert, int64_t rows) {
     Weight part = *weight;
     int64_t row = expert * rows, before = expert * weight->apart;
-    if (before) {
+    if (weight->apart) {
         part.data += before, part.low += before, part.base += before;
         part.places += before / (int64_t)sizeof *part.places;
         part.patterns += before / (int64_t)sizeof *part.patterns;

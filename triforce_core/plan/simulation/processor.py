@@ -24,8 +24,8 @@ _LAYER_SECONDS = 350e-6
 _EXPERTS_SECONDS = 250e-6
 # Seconds in which the queries of a layer cross, its thread wakes and its result crosses: assumed.
 _HANDING_SECONDS = 200e-6
-# Attention reaches this share of the rate of products, and a key or value takes as long to read as
-# a product with this many rows, dense and split (`scripts/bench host_rows`, bfloat16).
+# Attention reaches this share of the rate of products or more, and a key or value takes as long to
+# read as a product with this many rows, dense and split (`scripts/bench host_rows`, bfloat16).
 _ATTENTION_SHARE = 0.8
 _KEY_ROWS = (5, 12)
 
