@@ -12,6 +12,7 @@ from helpers import BLOCK, PLACEMENTS, SPLIT, placed, random_ids, turns
 from simulated_gpu import REAL, TOKENS
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.model.transformer import Model
 from triforce_offload.memory.host import CudaDriver
 from triforce_offload.plan.placement import Placement
 
@@ -104,6 +105,33 @@ def test_experts_are_away_from_the_rest_of_their_layers(
     assert result.stats["link"]["bytes_to_device"] == crossing
 
 
+@pytest.mark.first
+@pytest.mark.parametrize(("processor", "slots"), [((0, 1, 2), 2), ((0, 1, 2), 0), ((), 0)])
+def test_experts_that_are_split_each_for_itself(
+    tiny, monkeypatch, processor: tuple[int, ...], slots: int
+) -> None:
+    """Passes of the same tokens give what they give with dense experts, but for rounding."""
+    path, _ = tiny("qwen2_moe")
+    placement = replace(PLACEMENTS["weights"], expert_layers=(0, 1, 2), processor_layers=processor)
+    options = {"max_context": 200, "block_tokens": BLOCK, "method": "autoregressive"}
+    options |= {"dtype": "bfloat16", "placement": replace(placement, expert_slots=slots)}
+    always, forward, seen = replace(GREEDY, logit_bias={7: 1e4}), Model._forward, {}
+    for weights in ("dense", "split-experts"):
+        hidden: list[torch.Tensor] = []
+
+        def noted(*given: object, hidden: list[torch.Tensor] = hidden) -> torch.Tensor:
+            found = forward(*given)
+            hidden.append(found.float().cpu())
+            return found
+
+        monkeypatch.setattr(Model, "_forward", noted)
+        with Engine.from_pretrained(path, device="cuda:0", weights=weights, **options) as engine:
+            assert engine.generate(random_ids(75), always).token_ids.count(7) > 5
+        seen[weights] = torch.cat(hidden[1:])
+    dense, split = seen.values()
+    assert (split - dense).norm() < 0.02 * dense.norm()
+
+
 @pytest.mark.one_in(99)
 @pytest.mark.strict
 @pytest.mark.parametrize(
@@ -140,8 +168,6 @@ OWN: dict[str, dict[str, Placement]] = {"dense": {}, "split": {"split": SPLIT}}
 def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
     tiny, whole, monkeypatch, dtype: str, stored: str
 ) -> None:
-    from triforce_core.model.transformer import Model
-
     path, _ = tiny("llama")
     rows: list[torch.Tensor] = []
     original = Model.logits
