@@ -260,10 +260,7 @@ INLINE void part_iq4_xs(const uint8_t *at, int part, const float *scales, int64_
 }
 
 INLINE void block_mxfp4(const uint8_t *at, int64_t c, Sink *to) {
-    uint32_t bits = at[0] < 2 ? UINT32_C(0x00200000) << at[0] : (uint32_t)(at[0] - 1) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    put_both(to, c, scaled_table(FP4_DOUBLED, all(scale)), at + 1);
+    put_both(to, c, scaled_table(FP4_DOUBLED, all(half_powers[at[0]])), at + 1);
 }
 
 INLINE void scales_f8_e4m3(const uint8_t *at, float *out) { memcpy(out, at + 128, 4); }

@@ -39,10 +39,11 @@ EXPORT const char *triforce_make(int index) {
     return NULL;
 }
 
-float half_numbers[1 << 16];
+float half_numbers[1 << 16], half_powers[1 << 8];
 
-/* Fills the table of half-precision numbers. */
-static void __attribute__((constructor)) fill_half_numbers(void) {
+/* Fills the tables of numbers. */
+static void __attribute__((constructor)) fill_tables(void) {
+    for (int bits = 0; bits < 1 << 8; bits++) half_powers[bits] = ldexpf(1, bits - 128);
     for (int bits = 0; bits < 1 << 16; bits++) {
         int exponent = bits >> 10 & 31, mantissa = bits & 1023;
         float size = exponent == 0    ? ldexpf((float)mantissa, -24)

@@ -158,6 +158,8 @@ INLINE vf from_bf16(const uint8_t *at) { return (vf)(halves(at) << 16); }
 /* Every number of half precision, by its bits. A load from this table can fill a whole vector, while
    a conversion takes units that numbers need too. */
 extern float half_numbers[1 << 16];
+/* Half of every power of two that an exponent of 8 bits stands for. */
+extern float half_powers[1 << 8];
 
 /* The number of half precision at an address. */
 INLINE float half(const uint8_t *at) {
