@@ -112,24 +112,23 @@ def test_experts_that_are_split_each_for_itself(
 ) -> None:
     """Passes of the same tokens give what they give with dense experts, but for rounding."""
     path, _ = tiny("qwen2_moe")
-    placement = replace(PLACEMENTS["weights"], expert_layers=(0, 1, 2), processor_layers=processor)
+    away = {"expert_layers": (0, 1, 2), "processor_layers": processor, "expert_slots": slots}
     options = {"max_context": 200, "block_tokens": BLOCK, "method": "autoregressive"}
-    options |= {"dtype": "bfloat16", "placement": replace(placement, expert_slots=slots)}
+    options |= {"dtype": "bfloat16", "placement": replace(PLACEMENTS["weights"], **away)}
     always, forward, seen = replace(GREEDY, logit_bias={7: 1e4}), Model._forward, {}
     for weights in ("dense", "split-experts"):
         hidden: list[torch.Tensor] = []
 
         def noted(*given: object, hidden: list[torch.Tensor] = hidden) -> torch.Tensor:
-            found = forward(*given)
-            hidden.append(found.float().cpu())
+            hidden.append(found := forward(*given))
             return found
 
         monkeypatch.setattr(Model, "_forward", noted)
         with Engine.from_pretrained(path, device="cuda:0", weights=weights, **options) as engine:
             assert engine.generate(random_ids(75), always).token_ids.count(7) > 5
-        seen[weights] = torch.cat(hidden[1:])
-    dense, split = seen.values()
-    assert (split - dense).norm() < 0.02 * dense.norm()
+        seen[weights] = torch.cat(hidden[1:]).float()
+    gap = seen["split-experts"] - seen["dense"]
+    assert gap.norm() < 0.02 * seen["dense"].norm()
 
 
 @pytest.mark.one_in(99)
