@@ -159,7 +159,7 @@ class _Direction:
                 self._copy(*copy, event)
             except BaseException as error:
                 event.error = self._error = error
-            # Whoever waits may free the memory.
+            # Those who wait for the event may free the memory.
             del job, copy
             event.done.set()
 

@@ -33,7 +33,7 @@ ALL_REDUCE_SECONDS = 40e-6
 # A processor's kernels take as long to decode a number of a matrix as to multiply it with this many
 # rows: up to 5 for bfloat16, Q4_K, Q8_0 and MXFP4 in several runs of `scripts/bench host_rows`.
 PRODUCT_ROWS = 5
-# The same of split bfloat16: 8 to 10 with many rows, 11 with one.
+# Rows by the same measure for split bfloat16: 8 with many rows, 11 with one.
 SPLIT_ROWS = 11
 # Name of the device of a machine without a GPU.
 EMULATED = "emulated device (CPU)"

@@ -162,7 +162,7 @@ class ExpertPool:
             self.recent.put(expert, slot)
 
     def close(self) -> None:
-        """Let go of the memory, which whoever knows the pool would keep otherwise."""
+        """Drop all tensors, so that no one who still refers to the pool keeps their memory."""
         self.views = Views()
         self._parts.clear()
         self._noted.clear()

@@ -31,13 +31,6 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor if tensor.device == device else come(tensor).to(device)
 
 
-def hidden_for(weights: Views, hidden: torch.Tensor, here: Place) -> torch.Tensor:
-    """Return hidden states as a layer with these weights takes them. Raises LinkError."""
-    if not weights.by_processor:
-        return here.take(hidden)
-    return moved(hidden, device_of(weights)).to(processor_dtype(here.dtype))
-
-
 @dataclass(frozen=True)
 class Place:
     """The device that computes a forward, and the dtype of its hidden states there."""
@@ -48,6 +41,13 @@ class Place:
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor on the device in its dtype. Raises LinkError."""
         return moved(tensor.to(self.dtype), self.device)
+
+
+def hidden_for(weights: Views, hidden: torch.Tensor, here: Place) -> torch.Tensor:
+    """Return hidden states as a layer with these weights takes them. Raises LinkError."""
+    if not weights.by_processor:
+        return here.take(hidden)
+    return moved(hidden, device_of(weights)).to(processor_dtype(here.dtype))
 
 
 def batch_on(batch: ForwardBatch, device: torch.device) -> ForwardBatch:

@@ -173,9 +173,9 @@ class Plan:
             parts[0] += f", {placement.expert_slots} experts of each also on the device"
         if placement.processor_kv and resident < kv_blocks:
             parts[-1] += f" and {placement.processor_kv:.0%} of the others left to the CPU"
-        split = [named for format, named in _SPLIT_WEIGHTS.items() if self.weights == format]
-        if split := split + ["KV"] * (self.kv == SPLIT):
-            parts.append(f"{' and '.join(split)} split")
+        named = _SPLIT_WEIGHTS.get(self.weights), "KV" if self.kv == SPLIT else None
+        if split := " and ".join(filter(None, named)):
+            parts.append(f"{split} split")
         if self.budget:
             drafting = f"retrieval budget {self.budget}"
             if method.draft_kv == INT8:

@@ -165,9 +165,9 @@ def test_pools_of_experts_are_given_up(tiny, monkeypatch) -> None:
         expected, _ = generate(ours, GREEDY, Faults())
         free, pools = ours.runtime.memory.available_bytes, ours.memory_plan.layers
         _fails_once(monkeypatch, Model, "logits", 4, after=False)
-        tokens, told = generate(ours, GREEDY, Faults())
+        tokens, warned = generate(ours, GREEDY, Faults())
         assert tokens == expected
-        (warning,) = told
+        (warning,) = warned
         effect = str(warning.message).rpartition("; ")[2]
         assert effect == "the CPU computes every expert, and the GPU keeps none"
         freed = sum(layer.pool_bytes for layer in pools)

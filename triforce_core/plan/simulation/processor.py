@@ -14,9 +14,10 @@ from triforce_offload.plan.placing import for_processor
 from triforce_offload.weights.experts import MOST_INSERTED
 from triforce_offload.weights.formats import Read
 
-# Seconds of a layer's waits for the device, what crosses for them, and its small operations: these
-# and attention take .25 ms in SmolLM2-135M on 2 cores of an AMD EPYC (`scripts/bench host_compute`,
-# bfloat16: .017 s for 30 layers of 7 MB and the output matrix of 57 MB, which are read at 28 GB/s).
+# Seconds of a layer's waits for the device, what crosses for them, and its small operations. These
+# operations and attention take .32 ms in SmolLM2-135M on 2 cores of an AMD EPYC (`scripts/bench
+# host_compute`, bfloat16: .019 s for 30 layers of 7 MB and an output matrix of 57 MB, which are
+# read at 28 GB/s). A GPU computes the attention: the waits are assumed to take about as long.
 _LAYER_SECONDS = 350e-6
 # Those of a layer's experts alone. On the same machine 70 us were measured for their products
 # without arithmetic, and 60 us for looking up and noting what a pool has, by a script that is not
