@@ -78,21 +78,24 @@ def rope_into(
 ) -> torch.Tensor:
     """Rotate queries and keys, and write keys and values to a cache.
 
-    heads: [tokens, query_heads + 2 kv_heads, head_dim]: queries, then keys, then values
+    heads: [tokens, query_heads + 2 kv_heads, head_dim]: queries, then keys, then values; without
+        values if the keys are the values too
     cos, sin: [tokens, head_dim]; a head's first half is paired with its second half
-    key, value: [kv_heads, capacity, head_dim], written at start, start + 1, ...
+    key, value: [kv_heads, capacity, head_dim], written at start, start + 1, ...; the same tensor if
+        the keys are the values too (latent attention), which plain operations rotate
     start: a number, or [1] int64 on the device; the caller makes sure that there is room
-    scale: [2, kv_heads, head_dim] float32, if key and value are int8 multiples of it (`rounding`);
-        queries are then multiplied by the scale of the keys
+    scale: [2, kv_heads, head_dim] float32, if key and value are int8 multiples of it (`rounding`),
+        or [1, ...] for the same tensor; queries are then multiplied by the scale of the keys
 
     Returns the queries, [query_heads, tokens, head_dim]. Raises ValueError, before any write.
     """
     tokens, count, head_dim = heads.shape
     kv_heads, capacity, _ = key.shape
+    sides = 1 if value is key else 2
     require(
         "rope_into",
         key.shape == value.shape == (kv_heads, capacity, head_dim)
-        and count > 2 * kv_heads
+        and count > sides * kv_heads
         and cos.shape == sin.shape == (tokens, head_dim)
         and head_dim % 2 == 0
         and alike(heads, cos, sin)
@@ -100,7 +103,7 @@ def rope_into(
         and (
             scale is None
             or (
-                (scale.shape, scale.dtype) == ((2, kv_heads, head_dim), torch.float32)
+                (scale.shape, scale.dtype) == ((sides, kv_heads, head_dim), torch.float32)
                 and scale.is_contiguous()
                 and key.dtype == torch.int8
                 and heads.device == key.device == scale.device
@@ -119,6 +122,8 @@ def rope_into(
         start=start,
         scale=scale,
     )
+    if sides == 1:
+        return reference_rope_into(heads, cos, sin, key, value, start, scale)
     return implementation("rope_into", heads.device)(heads, cos, sin, key, value, start, scale)
 
 
@@ -204,20 +209,20 @@ def reference_rope_into(
 ) -> torch.Tensor:
     tokens, kv_heads = heads.shape[0], key.shape[0]
     heads = heads.transpose(0, 1)
-    values, rotated = heads[-kv_heads:], rotate(heads[:-kv_heads], cos, sin)
-    query, keys = rotated[:-kv_heads], rotated[-kv_heads:]
+    sides = [key] if value is key else [key, value]
+    new = list(heads[-kv_heads * len(sides) :].split(kv_heads))
+    new[0] = rotate(new[0], cos, sin)
+    query = rotate(heads[: -kv_heads * len(sides)], cos, sin)
     if scale is not None:
         per_token = scale.unsqueeze(2)
-        keys, values = rounded(keys, per_token[0]), rounded(values, per_token[1])
+        new = [rounded(*each) for each in zip(new, per_token, strict=True)]
         group = query.shape[0] // kv_heads
         query = (query * per_token[0].repeat_interleave(group, 0)).to(query.dtype)
-    if isinstance(start, int):
-        key[:, start : start + tokens] = keys
-        value[:, start : start + tokens] = values
-    else:
-        places = start + torch.arange(tokens, device=heads.device)
-        key.index_copy_(1, places, keys)
-        value.index_copy_(1, places, values)
+    for side, numbers in zip(sides, new, strict=True):
+        if isinstance(start, int):
+            side[:, start : start + tokens] = numbers
+        else:
+            side.index_copy_(1, start + torch.arange(tokens, device=heads.device), numbers)
     return query
 
 

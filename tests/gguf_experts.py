@@ -94,11 +94,28 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
+    if config.model_type in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+        _describe_latent(writer, config)
     if config.model_type == "glm4_moe":
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _describe_latent(writer: gguf.GGUFWriter, config: object) -> None:
+    """Adds what the converter adds of experts in models with latent attention."""
+    sigmoid = config.model_type != "deepseek_v2"
+    kinds = getattr(config, "mlp_layer_types", None)
+    dense = kinds.index("sparse") if kinds else config.first_k_dense_replace
+    writer.add_leading_dense_block_count(dense)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if sigmoid:
+        writer.add_expert_weights_norm(True)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

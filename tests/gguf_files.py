@@ -10,6 +10,8 @@ import gguf
 import numpy as np
 import torch
 from gguf_experts import describe_experts, expert_tensors
+from gguf_latent import describe_latent, latent_tensors
+from gguf_mamba2 import describe_mamba2, of_mamba2, of_shared_mlp
 from helpers import full_layers
 
 # Where the half-precision numbers of a block lie, in types that the gguf package does not write.
@@ -47,6 +49,7 @@ _RENAMED = {
     **{"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
     **{"qwen3_5_moe_text": "qwen35moe", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe"},
     **{"gpt_oss": "gpt-oss", "qwen3_next": "qwen3next", "minimax_m2": "minimax-m2"},
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     **{"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe", "lfm2_moe": "lfm2moe"},
 }
 # Those that the package does not know, and one whose tensors have the same names.
@@ -126,7 +129,9 @@ def _describe_sizes(
     elif architecture in ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe"):
         _describe_recurrent(writer, config)
     elif architecture in ("granitehybrid", "nemotron_h_moe"):
-        _describe_mamba2(writer, config)
+        describe_mamba2(writer, config)
+    elif architecture == "deepseek2":
+        describe_latent(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     if architecture == "cohere2":
@@ -140,7 +145,7 @@ def _describe_sizes(
     # The layers of Gemma 4 have a config each.
     first = config.per_layer_config[0] if architecture == "gemma4" else config
     head_dim = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if architecture != "gemma4":
+    if architecture not in ("gemma4", "deepseek2"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     return head_dim
@@ -169,11 +174,14 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
         if architecture == "qwen3next":
             name, array = _of_qwen3next(config, name, array)
         if architecture in ("granitehybrid", "nemotron_h_moe"):
-            name, array = _of_mamba2(config, name, array)
+            name, array = of_mamba2(config, name, array)
         layer = name.removeprefix("model.layers.").partition(".")[0]
         if name.endswith("in_proj_qkvz.weight"):
             joint = _by_projection(config, array)
             tensors |= {f"blk.{layer}.{part}.weight": rows for part, rows in joint.items()}
+            continue
+        if name.endswith("kv_b_proj.weight"):
+            tensors |= latent_tensors(config, layer, array)
             continue
         if name.endswith("self_attn.g_proj.weight"):
             tensors[f"blk.{layer}.attn_gate.weight"] = array
@@ -185,7 +193,7 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
         if name.endswith("self_attn.sinks"):
             name += ".weight"
         if "shared_mlp" in name:
-            tensors |= _of_shared_mlp(name, array, beside=config.num_local_experts > 0)
+            tensors |= of_shared_mlp(name, array, beside=config.num_local_experts > 0)
             continue
         alternating = architecture == "gpt-oss"
         if of_experts := expert_tensors(name, array, alternating=alternating):
@@ -293,54 +301,6 @@ def _describe_recurrent(writer: gguf.GGUFWriter, config: object) -> None:
 def _blocks(config: object) -> int:
     """The number of layers, or of mixers and MLPs if these are numbered."""
     return getattr(config, "num_hidden_layers", None) or len(config.layer_types)
-
-
-def _describe_mamba2(writer: gguf.GGUFWriter, config: object) -> None:
-    """Adds what the converter adds of Mamba-2 layers."""
-    heads = config.num_key_value_heads
-    kinds = config.layer_types
-    writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in kinds])
-    if config.model_type == "granitemoehybrid":
-        sizes = config.mamba_d_conv, config.mamba_d_state, config.mamba_n_groups
-        heads, size = config.mamba_n_heads, config.mamba_d_head
-        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
-    else:
-        sizes = config.conv_kernel, config.ssm_state_size, config.n_groups
-        heads, size = config.mamba_num_heads, config.mamba_head_dim
-    writer.add_ssm_conv_kernel(sizes[0])
-    writer.add_ssm_state_size(sizes[1])
-    writer.add_ssm_group_count(sizes[2])
-    writer.add_ssm_time_step_rank(heads)
-    writer.add_ssm_inner_size(heads * size)
-    writer.add_rope_scaling_finetuned(False)
-
-
-def _of_shared_mlp(name: str, array: np.ndarray, *, beside: bool) -> dict[str, np.ndarray]:
-    """The MLP of Granite 4 as the converter stores it. beside: whether there are experts"""
-    prefix = f"blk.{name.split('.')[2]}.ffn_"
-    ending = "_shexp.weight" if beside else ".weight"
-    if "output" in name:
-        return {f"{prefix}down{ending}": array}
-    gate, up = np.split(array, 2)
-    return {f"{prefix}gate{ending}": gate, f"{prefix}up{ending}": up}
-
-
-def _of_mamba2(config: object, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """A tensor as the converter stores it: factors of decays and skips as columns, norms by
-    group.
-    """
-    if name.endswith("A_log"):
-        array = -np.exp(array)
-    if name.endswith(("A_log", ".D")):
-        array = array[:, None]
-    if name.endswith("conv1d.weight"):
-        array = array.squeeze(1)
-    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
-        groups = getattr(config, "n_groups", None) or config.mamba_n_groups
-        array = array.reshape(groups, -1)
-    if config.model_type == "granitemoehybrid":
-        return name.replace("dt_bias", "dt_proj.bias"), array
-    return name.replace("dt_bias", "dt.bias").replace("model.", "backbone.", 1), array
 
 
 def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:

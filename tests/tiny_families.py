@@ -62,6 +62,16 @@ _QWEN3_5 = {
     "linear_value_head_dim": 12,
 }
 _MOE = {"moe_intermediate_size": 40}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    **_MOE,
+}
 _GRANITE4 = {
     "intermediate_size": 40,
     "shared_intermediate_size": 48,
@@ -341,6 +351,20 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
     ),
+    # Latent attention: with a rank of queries or without, and YaRN that makes scores sharper.
+    "deepseek_v2-moe": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_v3-moe": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "first_k_dense_replace": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": _YARN | {"mscale": 0.8, "mscale_all_dim": 0.8},
+        },
+    ),
+    "glm4_lite-moe": ("Glm4MoeLite", {**_LATENT, "q_lora_rank": 24, "v_head_dim": 24}),
     # A gate of each head, more heads in layers with a window, and two rotary embeddings.
     "laguna-moe": (
         "Laguna",

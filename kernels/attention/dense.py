@@ -14,7 +14,7 @@ from triforce_kernels.layer import rope_into
 class DenseKeys(NamedTuple):
     """Keys and values of a layer, token after token, and where those of the next rows go.
 
-    key, value: [kv_heads, capacity, head_dim]
+    key, value: [kv_heads, capacity, head_dim]; the same tensor if the keys are the values too
     start: index of the first row's key, a number or [1] int64 on the device
     first: place in the text of the first key
     window: number of keys that each row attends to, its own included; None for all
@@ -38,7 +38,7 @@ def attend_dense(
 ) -> torch.Tensor:
     """Rotate queries and keys, write keys and values, and attend: [heads, rows, head_dim].
 
-    qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys and values of the rows
+    qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys and values of the rows; see `rope_into`
     rotation: cosines and sines, [rows, head_dim] each
     visible: see `attend_tail`
 
@@ -59,5 +59,5 @@ def attend_dense(
         cap=softmax.cap,
     )
     if keys.scale is not None:
-        torch.mul(part.out, keys.scale[1].unsqueeze(1), out=part.out)
+        torch.mul(part.out, keys.scale[-1].unsqueeze(1), out=part.out)
     return with_sinks(part, softmax.sinks).reshape(query.shape)

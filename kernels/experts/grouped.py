@@ -85,7 +85,7 @@ def has_kernels(experts: Experts) -> bool:
     """Whether kernels multiply by all chosen experts at once."""
     if backend(experts.gate_up.device) == REFERENCE:
         return False
-    return all(map(_kernel, (experts.gate_up, experts.down)))
+    return all(map(kernel_of, (experts.gate_up, experts.down)))
 
 
 def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
@@ -94,7 +94,7 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
 
     Raises ValueError.
     """
-    kernel = _kernel(weight)
+    kernel = kernel_of(weight)
     require(
         "product",
         (kernel is not None or backend(x.device) == REFERENCE)
@@ -212,7 +212,8 @@ def reference_weighted_sums(
     return out.to(outputs.dtype)
 
 
-def _kernel(weight: Weight) -> str | None:
+def kernel_of(weight: Weight) -> str | None:
+    """Return the name of the kernel that multiplies by experts in a weight; None without one."""
     return "dense_experts" if isinstance(weight, torch.Tensor) else weight.experts_kernel
 
 

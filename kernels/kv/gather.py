@@ -15,10 +15,10 @@ from triforce_kernels.dispatch import implementation
 class ChunkSource:
     """Keys and values of all layers by address: blocks of equal size, then a tail.
 
-    addresses: [layers, blocks + 1] int64 on the device; each points to [2, kv_heads, n, head_dim],
-        with n = block_tokens, the last with n = tail_tokens, at multiples of 16 bytes. The memory
-        is on the device, or host memory registered with the driver, which the device reads in
-        place. (The reference reads memory that the processor can read.)
+    addresses: [layers, blocks + 1] int64 on the device; each points to [sides, kv_heads, n,
+        head_dim], with n = block_tokens, the last with n = tail_tokens, at multiples of 16 bytes.
+        The memory is on the device, or host memory registered with the driver, which the device
+        reads in place. (The reference reads memory that the processor can read.)
     block_tokens, tail_tokens: tokens of a block and of a tail
     """
 
@@ -31,7 +31,8 @@ def gather_chunks(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor
     """Copy, for each layer, KV head and slot, the chunk that `moves` names, if any.
 
     moves: [layers, kv_heads, slots] int64, -1 for none
-    target: [layers, 2, kv_heads, slots, chunk, head_dim], the last three contiguous
+    target: [layers, sides, kv_heads, slots, chunk, head_dim], the last three contiguous: keys and
+        values, or one side that is both
 
     Every source must have its bytes when the device executes this call. Raises ValueError.
     """
@@ -43,7 +44,7 @@ def require_moves(
     kernel: str, moves: torch.Tensor, source: ChunkSource, target: torch.Tensor
 ) -> None:
     """Raise ValueError, in the name of `kernel`, unless the inputs fit together."""
-    layers, _, kv_heads, slots, chunk, head_dim = target.shape
+    layers, sides, kv_heads, slots, chunk, head_dim = target.shape
     addresses = source.addresses
     require(
         kernel,
@@ -53,7 +54,7 @@ def require_moves(
         and moves.device == addresses.device == target.device
         and addresses.shape[0] == layers
         and addresses.is_contiguous()
-        and target.shape[1] == 2
+        and sides in (1, 2)
         and target.stride()[3:] == (chunk * head_dim, head_dim, 1)
         and source.block_tokens % chunk == 0,
         moves=moves,
@@ -66,15 +67,15 @@ def require_moves(
 
 def reference_gather(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> None:
     """Copy one chunk after another, from addresses that the processor can read."""
-    _, _, kv_heads, _, chunk, head_dim = target.shape
+    _, sides, kv_heads, _, chunk, head_dim = target.shape
     per_block = source.block_tokens // chunk
     last = source.addresses.shape[1] - 1
     for layer, head, slot in (moves >= 0).nonzero().tolist():
         index = int(moves[layer, head, slot])
         block = min(index // per_block, last)
         tokens = source.tail_tokens if block == last else source.block_tokens
-        shape = (2, kv_heads, tokens, head_dim)
-        count = 2 * kv_heads * tokens * head_dim
+        shape = (sides, kv_heads, tokens, head_dim)
+        count = sides * kv_heads * tokens * head_dim
         memory = (ctypes.c_uint8 * (count * target.dtype.itemsize)).from_address(
             int(source.addresses[layer, block])
         )

@@ -35,7 +35,7 @@ def gather_split_chunks(
     """Copy, for each layer, KV head and slot, the chunk that `moves` names, if any.
 
     moves: [layers, kv_heads, slots] int64, -1 for none
-    target: [layers, 2, kv_heads, slots, chunk, head_dim] bfloat16, the last three contiguous
+    target: [layers, sides, kv_heads, slots, chunk, head_dim] bfloat16, the last three contiguous
 
     Every source must have its bytes when the device executes this call. Raises ValueError.
     """
@@ -50,8 +50,8 @@ def gather_split_chunks(
 
 def reference_gather(moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor) -> None:
     """Copy one chunk after another, from addresses that the processor can read."""
-    _, _, kv_heads, _, chunk, head_dim = target.shape
-    rows, tokens = 2 * kv_heads, source.block_tokens
+    _, sides, kv_heads, _, chunk, head_dim = target.shape
+    rows, tokens = sides * kv_heads, source.block_tokens
     per_block = tokens // chunk
     last = source.addresses.shape[1] - 1
 
@@ -66,7 +66,7 @@ def reference_gather(moves: torch.Tensor, source: SplitChunkSource, target: torc
         block = min(index // per_block, last)
         address = int(source.addresses[layer, block])
         if block == last:
-            size = (2, kv_heads, source.tail_tokens, head_dim)
+            size = (sides, kv_heads, source.tail_tokens, head_dim)
             start = (index - block * per_block) * chunk
             tail = there(address, torch.bfloat16, *size)
             target[layer, :, head, slot] = tail[:, head, start : start + chunk]
@@ -78,4 +78,4 @@ def reference_gather(moves: torch.Tensor, source: SplitChunkSource, target: torc
             *none,
         )
         which = torch.tensor([head]), torch.tensor([index - block * per_block])
-        target[layer, :, head, slot] = decode_chunks(split, *which, chunk)[:, 0]
+        target[layer, :, head, slot] = decode_chunks(split, *which, chunk, sides)[:, 0]

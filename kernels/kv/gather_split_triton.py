@@ -24,7 +24,7 @@ def _gather_split_kernel(
     moves, addresses, target, t_layer, t_half, t_head,
     kv_heads, slots, blocks, per_block, block_tokens, tail_tokens, high_part, low_part, base,
     CHUNK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, SIDES: tl.constexpr,
 ):  # fmt: skip
     layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.program_id(2).to(tl.int64)
@@ -35,7 +35,7 @@ def _gather_split_kernel(
         start = (chunk - block * per_block) * CHUNK
         channel = tl.arange(0, WIDTH)
         place = target + layer * t_layer + head * t_head + slot * (CHUNK * 2 * HALF)
-        for side in range(2):
+        for side in range(SIDES):
             row = side * kv_heads + head
             out = place + side * t_half
             for first in range(0, CHUNK, TOKENS):
@@ -70,7 +70,7 @@ def _gather_split_kernel(
 
 def gather(moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor) -> None:
     """`gather_split.gather_split_chunks`."""
-    layers, _, kv_heads, slots, chunk, head_dim = target.shape
+    layers, sides, kv_heads, slots, chunk, head_dim = target.shape
     numbers = target.view(torch.int16)
     width = next_power_of_2(head_dim // 2)
     tokens = min(_TOKENS, next_power_of_2(chunk))
@@ -79,7 +79,7 @@ def gather(moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor) 
         kv_heads, slots, source.addresses.shape[1] - 1, source.block_tokens // chunk,
         source.block_tokens, source.tail_tokens, source.high, source.low, source.base,
         CHUNK=chunk, HALF=head_dim // 2, WIDTH=width, TOKENS=tokens,
-        ALIGNED=math.gcd(head_dim // 2, _ALIGNED),
+        ALIGNED=math.gcd(head_dim // 2, _ALIGNED), SIDES=sides,
         # At most as many threads as read whole words, so that few requests cross the link.
         num_warps=max(1, min(4, tokens * width // (32 * _ALIGNED))),
     )  # fmt: skip

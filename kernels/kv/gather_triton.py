@@ -20,7 +20,7 @@ def _gather_kernel(
     moves, addresses, target, t_layer, t_half, t_head,
     kv_heads, slots, blocks, per_block, block_tokens, tail_tokens,
     CHUNK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, SIDES: tl.constexpr,
 ):  # fmt: skip
     layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.program_id(2) * SLOTS + tl.arange(0, SLOTS)
@@ -40,20 +40,22 @@ def _gather_kernel(
             inside = first + tl.arange(0, WIDTH)
             here = moved[:, None] & (inside < CHUNK * DIM)[None, :]
             keys = keys_at[:, None] + inside[None, :]
-            values = values_at[:, None] + inside[None, :]
             if ALIGNED > 1:
                 # Addresses from a table: the compiler cannot infer that 16 bytes can be read at
                 # once.
                 keys = tl.multiple_of(keys, (1, ALIGNED))
-                values = tl.multiple_of(values, (1, ALIGNED))
             there = place[:, None] + inside[None, :]
-            brought, other = tl.load(keys, mask=here), tl.load(values, mask=here)
+            brought = tl.load(keys, mask=here)
+            if SIDES > 1:
+                values = values_at[:, None] + inside[None, :]
+                if ALIGNED > 1:
+                    values = tl.multiple_of(values, (1, ALIGNED))
+                tl.store(there + t_half, tl.load(values, mask=here), mask=here)
             tl.store(there, brought, mask=here)
-            tl.store(there + t_half, other, mask=here)
 
 
 def gather(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> None:
-    layers, _, kv_heads, slots, chunk, head_dim = target.shape
+    layers, sides, kv_heads, slots, chunk, head_dim = target.shape
     width = min(next_power_of_2(chunk * head_dim), _AT_ONCE)
     count = max(1, min(4, _AT_ONCE // width))
     # Blocks and tails begin at multiples of 64 bytes, and so do heads and chunks if rows do.
@@ -63,5 +65,6 @@ def gather(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> No
         kv_heads, slots, source.addresses.shape[1] - 1, source.block_tokens // chunk,
         source.block_tokens, source.tail_tokens,
         CHUNK=chunk, DIM=head_dim, WIDTH=width, SLOTS=count,
-        ALIGNED=_ALIGNED if rows_aligned else 1, num_warps=4, enable_fp_fusion=True,
+        ALIGNED=_ALIGNED if rows_aligned else 1, SIDES=sides, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip

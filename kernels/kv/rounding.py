@@ -34,21 +34,21 @@ def round_chunks(
     """Round the numbers of each layer, KV head and slot for which `moves` names a chunk.
 
     moves: [layers, kv_heads, slots] int64, -1 for none
-    numbers: [layers, 2, kv_heads, slots, chunk, head_dim], the last three contiguous
-    scale: [layers, 2, kv_heads, head_dim] float32
+    numbers: [layers, sides, kv_heads, slots, chunk, head_dim], the last three contiguous
+    scale: [layers, sides, kv_heads, head_dim] float32
     target: int8, in the shape of `numbers`, the last three dimensions contiguous
 
     Raises ValueError.
     """
-    layers, both, kv_heads, slots, chunk, head_dim = numbers.shape
+    layers, sides, kv_heads, slots, chunk, head_dim = numbers.shape
     inner = (chunk * head_dim, head_dim, 1)
     require(
         "round_chunks",
-        both == 2
+        sides in (1, 2)
         and target.shape == numbers.shape
         and numbers.stride()[3:] == target.stride()[3:] == inner
         and moves.shape == (layers, kv_heads, slots)
-        and scale.shape == (layers, 2, kv_heads, head_dim)
+        and scale.shape == (layers, sides, kv_heads, head_dim)
         and moves.is_contiguous()
         and scale.is_contiguous()
         and (moves.dtype, scale.dtype, target.dtype) == (torch.int64, torch.float32, torch.int8)

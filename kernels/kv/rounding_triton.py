@@ -24,14 +24,15 @@ def whole_of(numbers, scale):
 def _round_kernel(
     moves, numbers, scale, target, n_layer, n_half, n_head, t_layer, t_half, t_head,
     kv_heads, slots, CHUNK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SIDES: tl.constexpr,
 ):  # fmt: skip
     slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     layer = tl.program_id(2).to(tl.int64)
     if tl.load(moves + (layer * kv_heads + head) * slots + slot) >= 0:
         source = numbers + layer * n_layer + head * n_head + slot * (CHUNK * DIM)
         place = target + layer * t_layer + head * t_head + slot * (CHUNK * DIM)
-        for side in range(2):
-            of = scale + ((layer * 2 + side) * kv_heads + head) * DIM
+        for side in range(SIDES):
+            of = scale + ((layer * SIDES + side) * kv_heads + head) * DIM
             # A chunk of one head is contiguous: [CHUNK, DIM].
             for first in range(0, CHUNK * DIM, WIDTH):
                 inside = first + tl.arange(0, WIDTH)
@@ -44,11 +45,11 @@ def _round_kernel(
 def round_chunks(
     moves: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, target: torch.Tensor
 ) -> None:
-    layers, _, kv_heads, slots, chunk, head_dim = numbers.shape
+    layers, sides, kv_heads, slots, chunk, head_dim = numbers.shape
     # Only the first dimension of the grid may exceed 65,535.
     _round_kernel[(slots, kv_heads, layers)](
         moves, numbers, scale, target, *numbers.stride()[:3], *target.stride()[:3],
-        kv_heads, slots, CHUNK=chunk, DIM=head_dim,
+        kv_heads, slots, CHUNK=chunk, DIM=head_dim, SIDES=sides,
         WIDTH=min(_AT_ONCE, next_power_of_2(chunk * head_dim)), num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip

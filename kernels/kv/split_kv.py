@@ -132,17 +132,18 @@ def decode_blocks(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> N
 
 
 def decode_chunks(
-    split: SplitKV, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
+    split: SplitKV, heads: torch.Tensor, chunks: torch.Tensor, tokens: int, sides: int = 2
 ) -> torch.Tensor:
-    """Return chunks of `tokens` tokens, keys and values, [2, n, tokens, head_dim] bfloat16, for
+    """Return chunks of `tokens` tokens, keys and values, [sides, n, tokens, head_dim] bfloat16, for
     drafting: exceptions are read as zeros, or as less than any normal number.
 
-    heads, chunks: [n] int64, KV heads and chunks of the block. Raises ValueError.
+    heads, chunks: [n] int64, KV heads and chunks of the block
+    sides: 1 if keys are the values too. Raises ValueError.
     """
-    both, whole, head_dim = split.shape
+    rows, whole, head_dim = split.shape
     require(
         "decode_chunks",
-        both % 2 == 0 and whole % tokens == 0 and heads.shape == chunks.shape,
+        rows % sides == 0 and whole % tokens == 0 and heads.shape == chunks.shape,
         heads=heads,
         chunks=chunks,
         tokens=tokens,
@@ -150,10 +151,10 @@ def decode_chunks(
     )
 
     def chosen(plane: torch.Tensor) -> torch.Tensor:
-        in_chunks = plane.view(2, both // 2, whole // tokens, tokens, plane.shape[2])
+        in_chunks = plane.view(sides, rows // sides, whole // tokens, tokens, plane.shape[2])
         return in_chunks[:, heads, chunks]
 
-    base = split.base.view(2, both // 2, 1, head_dim)[:, heads]
+    base = split.base.view(sides, rows // sides, 1, head_dim)[:, heads]
     bits = high_bits(chosen(split.high), base)
     add_low(bits, chosen(split.low))
     return bits.view(torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -60,3 +61,16 @@ class TensorSource(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """Numbers of a TensorSource, from a corner on, as of transposed matrices."""
+
+    source: TensorSource
+    first: Corner
+
+    def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
+        """TensorSource.read, in which rows are stored columns."""
+        there = Corner(self.first.row + corner.column, self.first.column + corner.row)
+        self.source.read(name, into.T, there)

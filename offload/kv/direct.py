@@ -80,10 +80,10 @@ class DirectReader:
             return
         block = moves // (shape.block_tokens // chunk_tokens)
         crossing = (block >= self._on_device) & (block < len(store.locations(0)))
-        nbytes = 2 * chunk_tokens * shape.head_dim * shape.dtype.itemsize
+        nbytes = shape.sides * chunk_tokens * shape.head_dim * shape.dtype.itemsize
         if shape.split:
             # 12 of 16 bits per number, and the bases.
-            nbytes = nbytes * 3 // 4 + 2 * shape.head_dim
+            nbytes = nbytes * 3 // 4 + shape.sides * shape.head_dim
         self._read = self._read + crossing.sum() * nbytes
 
     def release(self) -> None:

@@ -32,7 +32,7 @@ class Reader(Protocol):
         """Copy the kept chunks that `moves` names, as `gather_chunks` does.
 
         moves: [layers, kv_heads, slots] int64 on the device, -1 for none
-        target: [layers, 2, kv_heads, slots, chunk, head_dim]
+        target: [layers, sides, kv_heads, slots, chunk, head_dim]
         first: index of the first of these layers
 
         Raises LinkError.
@@ -89,7 +89,7 @@ class ChunkReader:
         self._host = host
         self._chunk = chunk_tokens
         shape = store.shape
-        self._chunk_bytes = 2 * chunk_tokens * shape.head_dim * shape.dtype.itemsize
+        self._chunk_bytes = shape.sides * chunk_tokens * shape.head_dim * shape.dtype.itemsize
         self._most_bytes = most_bytes
         self._allocation: Allocation | None = None
         self._buffers: list[_Buffer] = []
@@ -174,7 +174,7 @@ class ChunkReader:
         return self._buffers[0].device.numel() // self._chunk_bytes
 
     def _carry(self, layer: int, piece: Piece, places: torch.Tensor) -> torch.Tensor:
-        """Copy chunks of host blocks, in their order, to [2, n, chunk, head_dim] on the device.
+        """Copy chunks of host blocks, in their order, to [sides, n, chunk, head_dim] on the device.
 
         places: [3, all]: head, slot, chunk within the block
         """
@@ -184,7 +184,7 @@ class ChunkReader:
             self._link.wait_on_host(self._copied[self._next])
         count = piece[-1][1].stop - piece[0][1].start
         nbytes = count * self._chunk_bytes
-        size = (2, count, self._chunk, shape.head_dim)
+        size = (shape.sides, count, self._chunk, shape.head_dim)
         collected = buffer.arena.bytes[:nbytes].view(shape.dtype).view(size)
         filled = 0
         for location, part in piece:

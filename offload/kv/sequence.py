@@ -165,7 +165,7 @@ class SequenceKV:
         """Fill an empty sequence with KV that was saved elsewhere. Windows and states are restored
         apart.
 
-        layer_kv: returns the KV of a layer, [2, kv_heads, tokens, head_dim] on the host
+        layer_kv: returns the KV of a layer, [sides, kv_heads, tokens, head_dim] on the host
 
         Raises DoesNotFitError or LinkError; call `roll_back` then.
         """
@@ -174,7 +174,7 @@ class SequenceKV:
             raise RuntimeError(f"restore over {kv.length} tokens that are kept")
         self._take_workspace()
         shape = kv.shape
-        size = (2, shape.kv_heads, tokens, shape.head_dim)
+        size = (shape.sides, shape.kv_heads, tokens, shape.head_dim)
         gathered = torch.empty(size, dtype=shape.dtype, device=self._memory.device)
         for layer in range(shape.layers):
             gathered.copy_(layer_kv(layer))

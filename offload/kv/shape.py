@@ -11,12 +11,13 @@ from triforce_offload.weights.formats import ElementType, aligned
 
 @dataclass(frozen=True)
 class KVShape:
-    """The geometry of a model's KV cache. A block is [2, kv_heads, block_tokens, head_dim].
+    """The geometry of a model's KV cache. A block is [sides, kv_heads, block_tokens, head_dim].
 
     dtype: a torch.dtype where there are tensors; sizes only need its `itemsize`
     text_tokens: length of the longest sequence; a block that is longer never fills
     split: whether blocks are stored in 12 bits per number as in `kernels/kv/split_kv`, and not as
         plain numbers
+    sides: 2 for keys and values, 1 if the keys are the values too (latent attention)
     """
 
     layers: int
@@ -26,11 +27,12 @@ class KVShape:
     dtype: ElementType
     text_tokens: int | None = None
     split: bool = False
+    sides: int = 2
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.sides * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def dense_block_bytes(self) -> int:
@@ -67,11 +69,11 @@ class KVShape:
     @property
     def numbers(self) -> int:
         """Count of numbers in a block."""
-        return 2 * self.kv_heads * self.block_tokens * self.head_dim
+        return self.sides * self.kv_heads * self.block_tokens * self.head_dim
 
     @cached_property
     def parts(self) -> SplitBlockLayout:
-        return SplitBlockLayout.of(2 * self.kv_heads, self.block_tokens, self.head_dim)
+        return SplitBlockLayout.of(self.sides * self.kv_heads, self.block_tokens, self.head_dim)
 
     def tail_tokens(self, max_pass_tokens: int) -> int:
         """Tokens of a layer's hot tail: a block that fills, and room for a whole pass."""

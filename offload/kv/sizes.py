@@ -37,7 +37,7 @@ def rounded_bytes(shape: KVShape, tokens: int) -> int:
 
 def scale_bytes(shape: KVShape) -> int:
     """Return the bytes of the float32 scales of a RoundedKV."""
-    return aligned(4 * shape.layers * 2 * shape.kv_heads * shape.head_dim)
+    return aligned(4 * shape.layers * shape.sides * shape.kv_heads * shape.head_dim)
 
 
 def layers_rounded_at_once(layers: int, numbers: int) -> int:
@@ -49,7 +49,7 @@ def rounding_bytes(shape: KVShape, tokens: int) -> int:
     """Return the device bytes of temporaries while `tokens` tokens are rounded: the original
     numbers, float32 ones, integers, and these merged with the tokens that stay.
     """
-    numbers = 2 * shape.kv_heads * tokens * shape.head_dim
+    numbers = shape.sides * shape.kv_heads * tokens * shape.head_dim
     at_once = layers_rounded_at_once(shape.layers, numbers)
     return at_once * numbers * (2 * shape.dtype.itemsize + 4 + 2)
 

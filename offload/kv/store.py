@@ -8,7 +8,13 @@ from contextlib import ExitStack, suppress
 import torch
 
 from triforce_offload.errors import DoesNotFitError, LinkError
-from triforce_offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, SplitBlocks
+from triforce_offload.kv.block_format import (
+    BlockFormat,
+    DenseBlocks,
+    KeysValues,
+    SplitBlocks,
+    keys_values,
+)
 from triforce_offload.kv.blocks import DeviceBlocks
 from triforce_offload.kv.leaving import StagingSlots
 from triforce_offload.kv.shape import KVShape
@@ -124,25 +130,25 @@ class KVStore:
         """Return keys and values of a block, [kv_heads, block_tokens, head_dim] each, valid until
         the next read. block: the location's bytes on the device
         """
-        return self._format_of(location).read(block).unbind()
+        return keys_values(self._format_of(location).read(block))
 
     def copy(self, location: Location, block: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a block to [2, kv_heads, block_tokens, head_dim]. block: the location's bytes on the
-        device
+        """Copy a block to [sides, kv_heads, block_tokens, head_dim]. block: the location's bytes
+        on the device
         """
         self._format_of(location).copy(block, target)
 
     def chunks(
         self, location: Location, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
     ) -> torch.Tensor:
-        """Return chunks of a block in its place, [2, n, tokens, head_dim], for drafting.
+        """Return chunks of a block in its place, [sides, n, tokens, head_dim], for drafting.
 
         heads, chunks: [n] int64 on the block's device: KV heads, and chunks of the block
         """
         return self._format_of(location).chunks(location.memory, heads, chunks, tokens)
 
     def tail(self, layer: int, rows: int = 0) -> torch.Tensor:
-        """Return [2, kv_heads, tokens, head_dim]: the tail's kept tokens, then `rows` rows."""
+        """Return [sides, kv_heads, tokens, head_dim]: the tail's kept tokens, then `rows` rows."""
         return self._tail.rows[layer, :, :, : self.tail_length + rows]
 
     def room(self, layer: int, end: int) -> KeysValues:
@@ -156,11 +162,12 @@ class KVStore:
         return self._tail.rooms[layer]
 
     def on_host(self, layer: int) -> torch.Tensor:
-        """Copy all kept KV of a layer, [2, kv_heads, length, head_dim], to new host memory. Waits
-        for the device. Raises LinkError.
+        """Copy all kept KV of a layer, [sides, kv_heads, length, head_dim], to new host memory.
+        Waits for the device. Raises LinkError.
         """
         shape, size = self.shape, self.shape.block_tokens
-        whole = torch.empty(2, shape.kv_heads, self.length, shape.head_dim, dtype=shape.dtype)
+        all_heads = shape.sides, shape.kv_heads
+        whole = torch.empty(*all_heads, self.length, shape.head_dim, dtype=shape.dtype)
         for index, location in enumerate(self._locations[layer]):
             for event in location.source.after if location.source else ():
                 self._link.wait_on_host(event)
@@ -173,7 +180,7 @@ class KVStore:
         return whole
 
     def newest(self, tokens: int) -> torch.Tensor:
-        """Return the last `tokens` kept tokens of all layers, [layers, 2, kv_heads, tokens,
+        """Return the last `tokens` kept tokens of all layers, [layers, sides, kv_heads, tokens,
         head_dim]. They must be in the hot tail.
         """
         if not 0 <= tokens <= self.tail_length:

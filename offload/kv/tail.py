@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from triforce_offload.kv.block_format import KeysValues
+from triforce_offload.kv.block_format import KeysValues, keys_values
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.memory.device import DeviceMemory, put
 
@@ -13,7 +13,7 @@ class HotTail:
     """Room for the newest tokens of a sequence. The owner of the sequence knows how many of them
     are kept.
 
-    rows: [layers, 2, kv_heads, capacity, head_dim]
+    rows: [layers, sides, kv_heads, capacity, head_dim]
     rooms: keys and values of each layer, as views of `rows`
     """
 
@@ -23,13 +23,13 @@ class HotTail:
         self._allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
         self.rows = self._allocation.bytes.view(shape.dtype).view(
             shape.layers,
-            2,
+            shape.sides,
             shape.kv_heads,
             shape.tail_tokens(max_pass_tokens),
             shape.head_dim,
         )
         # Created once, because each layer of each pass uses them.
-        self.rooms: list[KeysValues] = [layer.unbind() for layer in self.rows]
+        self.rooms: list[KeysValues] = [keys_values(layer) for layer in self.rows]
 
     @property
     def capacity(self) -> int:

@@ -215,9 +215,9 @@ def launch_others(dtype: torch.dtype) -> None:
         rms_norm(hidden, hidden[0], 1e-5, hidden, offset=offset)
     layer_norm(hidden, hidden[0], 1e-5, hidden)
     for start in (5, number):
-        rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache, start)
+        rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache[:], start)
         whole, scale = cache.to(torch.int8), empty(2, 32, 128, dtype=torch.float32)
-        rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), whole, whole, start, scale)
+        rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), whole, whole[:], start, scale)
     swiglu(empty(17, 22016))
     geglu(empty(17, 22016))
     scores, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)

@@ -130,8 +130,8 @@ def test_what_does_not_fit_is_reported(backend, draw) -> None:
         swiglu(draw(2, 5))
     with pytest.raises(ValueError, match=r"geglu cannot take gate_up \(2, 5\)"):
         geglu(draw(2, 5))
-    cache, angles = draw(2, 8, 16), draw(3, 16)
+    cache, angles = draw(2, 2, 8, 16), draw(3, 16)
     with pytest.raises(ValueError, match=r"rope_into cannot take heads .*start 6"):
-        rope_into(draw(3, 8, 16), angles, angles, cache, cache, 6)
+        rope_into(draw(3, 8, 16), angles, angles, *cache, 6)
     with pytest.raises(ValueError, match=r"rope_into cannot take heads .*scale \(2, 2, 16\)"):
-        rope_into(draw(3, 8, 16), angles, angles, cache, cache, 0, draw(2, 2, 16))
+        rope_into(draw(3, 8, 16), angles, angles, *cache, 0, draw(2, 2, 16))

@@ -109,7 +109,8 @@ class ModelConfig(Described):
         if not full and not windows:
             raise UnsupportedModelError("a recurrence in every layer is not supported")
         for kind, mixers in (("full-attention layers", full), ("layers with a window", windows)):
-            if len({(each.kv_heads, each.head_dim, each.window) for each in mixers}) > 1:
+            kept = {(each.sides, each.kv_heads, each.head_dim, each.window) for each in mixers}
+            if len(kept) > 1:
                 raise UnsupportedModelError(
                     f"{kind} with different key-value heads or windows are not supported"
                 )

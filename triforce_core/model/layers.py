@@ -92,6 +92,16 @@ class Attention(Described):
         return Keeps.KV if self.window is None else Keeps.WINDOW
 
     @property
+    def sides(self) -> int:
+        """Vectors that a token keeps for each key-value head: its key and its value."""
+        return 2
+
+    @property
+    def kept(self) -> int:
+        """Number of columns that a token keeps."""
+        return self.sides * self.keys
+
+    @property
     def queries(self) -> int:
         """Number of columns of all query heads."""
         return self.heads * self.head_dim
@@ -118,6 +128,50 @@ class Attention(Described):
         if self.output_bias:
             shapes["o_bias"] = (hidden,)
         return shapes
+
+
+@dataclass(frozen=True, repr=False)
+class LatentAttention(Attention):
+    """Latent attention (MLA; DeepSeek-V2, 2024): a token keeps one vector for all heads, of
+    `latent` numbers, which are its value, and of others that are rotated. All of them are its key.
+
+    "k_up" projects a head's query into the space of these vectors, and "v_up" what it attended to
+    into that of its output; both have the matrices of all heads, one above the other. `kv_heads` is
+    1, and `head_dim` is the size of the vector.
+
+    latent: size of the value
+    key_dim: size of a head's query without what is rotated
+    value_dim: size of a head's output
+    query_rank: columns that hidden states have before "q_up" projects them to queries; 0 without
+    """
+
+    latent: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    query_rank: int = 0
+
+    @property
+    def sides(self) -> int:
+        """Attention.sides."""
+        return 1
+
+    @property
+    def rope_dim(self) -> int:
+        """How many numbers of a vector are rotated."""
+        return self.head_dim - self.latent
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Attention.shapes."""
+        queries = self.heads * (self.key_dim + self.rope_dim)
+        shapes: Shapes = {"qkv": ((self.query_rank or queries) + self.head_dim, hidden)}
+        if self.query_rank:
+            shapes |= {"q_norm": (self.query_rank,), "q_up": (queries, self.query_rank)}
+        return shapes | {
+            "k_norm": (self.latent,),
+            "k_up": (self.heads * self.latent, self.key_dim),
+            "v_up": (self.heads * self.value_dim, self.latent),
+            "o": (hidden, self.heads * self.value_dim),
+        }
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from triforce_core.model.layers import (
     Attention,
     DeltaNet,
+    LatentAttention,
     LayerSpec,
     LinearAttention,
     Mamba2,
@@ -18,6 +19,7 @@ from triforce_core.model.layers import (
 from triforce_core.model.norms import Norm
 from triforce_kernels.attention.attention import Softmax
 from triforce_kernels.elementwise import sigmoid, softplus
+from triforce_kernels.experts.heads import by_heads
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_kernels.recurrent.gates import (
@@ -133,6 +135,47 @@ class AttentionMixer:
             into.copy_(self._norm.scaled(part, mean, weight).view(into.shape))
 
 
+class LatentMixer:
+    """Latent attention. Queries are projected into the space of what tokens keep, and no keys or
+    values of heads are computed.
+
+    Of a query and of what a token keeps, the numbers that are rotated are the first ones of each
+    half, as `Rope` turns heads in part.
+    """
+
+    def __init__(self, spec: LatentAttention, norm: Norm, kv_layer: int) -> None:
+        """kv_layer: index among the full-attention layers"""
+        self._spec = spec
+        # As of AttentionMixer.
+        self._query_factor = spec.scale * spec.head_dim**0.5
+        self._norm = norm
+        self._kv_layer = kv_layer
+
+    def __call__(
+        self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """MixerLayer.__call__."""
+        spec = self._spec
+        queries, kept = projected.tensor_split((-spec.head_dim,), 1)
+        if spec.query_rank:
+            queries = linear(self._norm(queries.contiguous(), w["q_norm"]), w["q_up"])
+        queries = queries.reshape(batch.rows, spec.heads, -1)
+        plain, turning = queries.split((spec.key_dim, spec.rope_dim), 2)
+        query = _whole(by_heads(plain, w["k_up"]), turning).mul_(self._query_factor)
+        latent, turning = kept.split((spec.latent, spec.rope_dim), 1)
+        key = _whole(self._norm(latent.contiguous(), w["k_norm"]), turning)
+        heads = torch.cat((query, key.unsqueeze(1)), 1)
+        mixed = cache.attend(self._kv_layer, heads, batch).transpose(0, 1)
+        halves = mixed.unflatten(2, (2, -1))[..., spec.rope_dim // 2 :]
+        return by_heads(halves.flatten(2), w["v_up"]).flatten(1)
+
+
+def _whole(latent: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:
+    """Return vectors [..., size] of their parts: in each half, what is rotated comes first."""
+    halves = (each.unflatten(-1, (2, -1)) for each in (turning, latent))
+    return torch.cat(tuple(halves), -1).flatten(-2)
+
+
 class _LinearMixer:
     """A mixer with linear attention, through a cache that keeps the inputs of the convolution and
     the state.
@@ -222,6 +265,8 @@ def mixer_layer(spec: LayerSpec, norm: Norm, place: int, ranks: Ranks) -> MixerL
 
     place: index of the layer among those that keep the same, see `ModelConfig.kv_places`
     """
+    if isinstance(spec.mixer, LatentAttention):
+        return LatentMixer(spec.mixer, norm, place)
     if isinstance(spec.mixer, Attention):
         return AttentionMixer(spec.mixer, norm, place, ranks)
     return _RECURRENT[type(spec.mixer)](spec.mixer, norm, place)

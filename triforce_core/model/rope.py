@@ -182,12 +182,17 @@ def _frequencies(
     from transformers import PreTrainedConfig
 
     theirs = PreTrainedConfig()
+    parameters = dict(rope.parameters)
+    if rope.type != "proportional":
+        # What is rotated is a head of its own: its share of a head, times its size, may be rounded.
+        head_dim = rope.rotated(head_dim)
+        parameters.pop("partial_rotary_factor", None)
     # Rope only divides the hidden size by the number of heads, so set it to match head_dim.
     theirs.hidden_size = theirs.head_dim = head_dim
     theirs.num_attention_heads = 1
     theirs.max_position_embeddings = config.trained_positions
     named = {"rope_type": rope.type, "rope_theta": rope.theta}
-    theirs.rope_parameters = named | dict(rope.parameters)
+    theirs.rope_parameters = named | parameters
     theirs.rope_parameters.pop("llama_4_scaling_beta", None)
     try:
         theirs.standardize_rope_params()

@@ -338,7 +338,8 @@ def _mean(numbers: Iterable[int]) -> float:
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:
     """Return the KV shape of the full-attention layers."""
     heads = config.attention
-    return KVShape(len(config.kv_layers), heads.kv_heads, heads.head_dim, block_tokens, dtype)
+    layers, sides = len(config.kv_layers), heads.sides
+    return KVShape(layers, heads.kv_heads, heads.head_dim, block_tokens, dtype, sides=sides)
 
 
 def window_shape(config: ModelConfig, tokens: int, dtype: ElementType) -> WindowShape | None:

@@ -38,7 +38,7 @@ def prompt_bytes(
     by_host: whether a processor's compiled kernels compute
     """
     chunk = min(chunk, tokens)
-    keys, sizes = 2 * config.attention.keys, [head_dim for _, head_dim in config.rotations]
+    keys, sizes = config.attention.kept, [head_dim for _, head_dim in config.rotations]
     # Cosines and sines, of each kind.
     whole = tokens * (config.hidden + keys + 2 * sum(sizes)) * itemsize
     if by_host:
@@ -183,7 +183,7 @@ def _mixer_prefill_bytes(
     past = held_tokens(mixer.window, text_tokens)
     at_once = min(rows, max(mixer.window, WINDOW_ROWS))
     seen = past + at_once
-    own = 2 * mixer.keys * (2 * past + rows) * itemsize
+    own = mixer.kept * (2 * past + rows) * itemsize
     if by_host:
         return own + attended
     return own + 2 * mixer.queries * seen * itemsize + _mask_bytes(at_once, seen, itemsize)
@@ -238,7 +238,7 @@ def _capped_bytes(mixer: Attention, rows: int, text_tokens: int) -> int:
     keys = min(CAPPED_KEYS, text_tokens)
     scores = rows * keys * (mixer.heads + mixer.heads // mixer.kv_heads + 2)
     sums = 4 * rows * mixer.queries
-    return (scores + 2 * keys * mixer.keys + sums) * 4 + rows * text_tokens * 3
+    return (scores + keys * mixer.kept + sums) * 4 + rows * text_tokens * 3
 
 
 def _wide_bytes(mixer: Attention, tokens: int, itemsize: int) -> int:

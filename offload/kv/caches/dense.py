@@ -11,6 +11,7 @@ from triforce_kernels.attention.dense import DenseKeys, attend_dense
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.block_format import keys_values
 from triforce_offload.kv.gather import Reader
 from triforce_offload.kv.recent.drafted import Drafted
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
@@ -26,7 +27,7 @@ class DenseKV:
     moves when some of them are kept. `FixedDense` does so at constant addresses and shapes, as a
     recorded graph requires.
 
-    rows: [layers, 2, kv_heads, capacity, head_dim]
+    rows: [layers, sides, kv_heads, capacity, head_dim]
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class DenseKV:
         self._allocation = memory.allocate(dense_bytes(shape, tokens), purpose)
         # Zeros, since `FixedDense` also reads past the end, with a weight of zero.
         self.rows = self._allocation.bytes.zero_().view(shape.dtype)
-        self.rows = self.rows.view(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim)
+        heads = shape.sides, shape.kv_heads
+        self.rows = self.rows.view(shape.layers, *heads, self.capacity, shape.head_dim)
 
     def attend(
         self,
@@ -70,8 +72,7 @@ class DenseKV:
         """Return the keys of a layer for rows that go to `start`, a number or [1] int64 on the
         device. The caller makes sure that there is room.
         """
-        keys, values = self.rows[layer]
-        return DenseKeys(keys, values, start)
+        return DenseKeys(*keys_values(self.rows[layer]), start)
 
     def attend_window(
         self,
@@ -115,7 +116,7 @@ class DenseKV:
         reader.copy(moves, in_chunks)
 
     def write(self, start: int, keys_values: torch.Tensor) -> None:
-        """Write tokens [layers, 2, kv_heads, n, head_dim] at `start`."""
+        """Write tokens [layers, sides, kv_heads, n, head_dim] at `start`."""
         self.rows[:, :, :, start : start + keys_values.shape[3]] = keys_values
 
     def keep(self, rows: Sequence[int]) -> None:

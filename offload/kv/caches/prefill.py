@@ -13,6 +13,7 @@ from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.block_format import keys_values
 from triforce_offload.kv.caches.attend import PassAttention
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
@@ -31,8 +32,8 @@ class PrefillCache:
     cross once, to the host. Parts of the forward batch attend to everything before them without a
     mask, and to themselves causally.
 
-    gathered: keys and values of the current layer, [2, kv_heads, tokens, head_dim], of the context
-        and the forward batch
+    gathered: keys and values of the current layer, [sides, kv_heads, tokens, head_dim], of the
+        context and the forward batch
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PrefillCache:
         self._scores = scores
         self._windows = WindowPrefill(recent.windows, rows) if recent.windows else None
         self._states = StatePrefill(recent.states, rows) if recent.states else None
-        size = (2, shape.kv_heads, store.length + rows, shape.head_dim)
+        size = (shape.sides, shape.kv_heads, store.length + rows, shape.head_dim)
         self.gathered = gathered.view(shape.dtype).view(size)
 
     def attend(
@@ -69,7 +70,7 @@ class PrefillCache:
         """Cache.attend. Raises LinkError."""
         if not batch.first:
             self._bring_kept(layer)
-        keys, values = self.gathered
+        keys, values = keys_values(self.gathered)
         start = self._store.length + batch.first
         query = rope_into(qkv, *batch.rotation, keys, values, start)
         last = batch.end == self._rows
@@ -136,5 +137,5 @@ class PrefillCache:
         whole = (tokens - query.shape[1]) // size
         blocks = self.gathered[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
         attention = PassAttention(query, self.gathered.shape[1], self._scores, tokens, softmax)
-        attention.blocks(*blocks)
-        attention.end(layer, *self.gathered[:, :, whole * size :])
+        attention.blocks(*keys_values(blocks))
+        attention.end(layer, *keys_values(self.gathered[:, :, whole * size :]))

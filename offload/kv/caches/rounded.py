@@ -32,7 +32,7 @@ class RoundedKV(DenseKV):
     when a context is first gathered, and again after `measure_again`. Larger numbers that come
     later are clipped, which is acceptable because this KV is only used for drafting.
 
-    scale: [layers, 2, kv_heads, head_dim] float32
+    scale: [layers, sides, kv_heads, head_dim] float32
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RoundedKV(DenseKV):
         except BaseException:
             memory.free(self._scales)
             raise
-        size = torch.Size((shape.layers, 2, shape.kv_heads, shape.head_dim))
+        size = torch.Size((shape.layers, shape.sides, shape.kv_heads, shape.head_dim))
         self.scale = self._scales.bytes.view(torch.float32)[: size.numel()].view(size)
         self.scale.copy_(scale_of(torch.tensor(_UNKNOWN_PEAK)))
         self.measure_again(0)
@@ -68,7 +68,7 @@ class RoundedKV(DenseKV):
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
         """DenseKV.gather, through exact numbers, a few layers at a time."""
         layers, kv_heads, slots = moves.shape
-        size = torch.Size((2, kv_heads, slots, chunk, self.rows.shape[4]))
+        size = torch.Size((self.rows.shape[1], kv_heads, slots, chunk, self.rows.shape[4]))
         in_chunks = self.rows[:, :, :, : slots * chunk].unflatten(3, (slots, chunk))
         at_once = layers_rounded_at_once(layers, size.numel())
         room = torch.empty(at_once, *size, dtype=self._dtype, device=moves.device)
@@ -100,6 +100,6 @@ class RoundedKV(DenseKV):
         del self.scale
 
     def _measure(self, layers: slice, keys_values: torch.Tensor) -> None:
-        """Measure scales on tokens [layers, 2, kv_heads, n, head_dim]."""
+        """Measure scales on tokens [layers, sides, kv_heads, n, head_dim]."""
         peak = keys_values.abs().amax(3).float()
         self.scale[layers] = scale_of(peak * self._reach)

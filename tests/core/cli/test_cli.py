@@ -128,7 +128,7 @@ def test_a_model_that_streams_gives_the_same_text(speaking, capsys, tmp_path) ->
         (("generate", "{model}", "--prompt", "x", "--draft", "/nowhere/at/all"), 2, "/nowhere"),
         (("generate", "{model}", "--prompt", "x", "--method", "magic"), 2, "magic"),
         (("generate", "{broken}", "--prompt", "x"), 4, "model.safetensors"),
-        (("generate", "{mixture}", "--prompt", "x"), 4, "DeepseekV3ForCausalLM"),
+        (("generate", "{mixture}", "--prompt", "x"), 4, "DeepseekV32ForCausalLM"),
         (("generate", "{mute}", "--prompt", "x"), 2, "no tokenizer"),
         (("generate", "{model}", "--prompt", "x", "--stats", "/nowhere/f", *GREEDY), 2, "/nowhere"),
     ],
@@ -144,7 +144,7 @@ def test_mistakes_get_one_sentence_and_their_exit_code(
         places[name] = Path(shutil.copytree(speaking, tmp_path / name))
     (places["broken"] / "model.safetensors").write_bytes(b"\x08" + bytes(30))
     config = json.loads((places["mixture"] / "config.json").read_text())
-    config["architectures"] = ["DeepseekV3ForCausalLM"]
+    config["architectures"] = ["DeepseekV32ForCausalLM"]
     (places["mixture"] / "config.json").write_text(json.dumps(config))
     got, _, err = run(capsys, *(argument.format(**places) for argument in arguments))
     assert got == code

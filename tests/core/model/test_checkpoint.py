@@ -48,6 +48,7 @@ def test_shards_with_an_index(tmp_path) -> None:
         *("llama", "llama-bias", "llama-tied", "qwen2", "qwen3", "seed-oss", "olmo2", "exaone4"),
         *("granite", "glm4", "phi3", "phi3-partial", "ernie4_5", "qwen3_5", "lfm2", "lfm2-bias"),
         *("granite4-h", "granite4-h-moe", "nemotron_h-moe", "lfm2-moe"),
+        *("deepseek_v2-moe", "deepseek_v3-moe", "glm4_lite-moe"),
     ],
 )
 def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:

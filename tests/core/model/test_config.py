@@ -48,7 +48,7 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3ForCausalLM"),
+        ({"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32ForCausalLM"),
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
         ({"sliding_window": 1024}, "sliding_window"),
         ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),

@@ -24,7 +24,7 @@ class Snapshot:
 
     tokens: the tokens whose KV the snapshot has
     layers: number of layers
-    layer_kv: returns the KV of a layer, [2, kv_heads, tokens, head_dim] on the host
+    layer_kv: returns the KV of a layer, [sides, kv_heads, tokens, head_dim] on the host
     scores: mass of each chunk so far, [layers, kv_heads, chunks] float32 on the host; None without
         a retrieval level
     scored_by: policy and chunk size of the scores

@@ -45,7 +45,8 @@ class WindowCache:
         length, end, rows = self.kv.end, self.sinks + tokens, self.kv.rows
         rest = rows[:, :, :, length - tokens : length].clone()
         rows[:, 0, :, self.sinks : end] = self._rope.turned_back(rest[:, 0], length - end)
-        rows[:, 1, :, self.sinks : end] = rest[:, 1]
+        if rows.shape[1] > 1:
+            rows[:, 1, :, self.sinks : end] = rest[:, 1]
         self.kv.end = end
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ from triforce_core.model.sharing.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
 from triforce_offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
-from triforce_offload.checkpoint.source import TensorSource
+from triforce_offload.checkpoint.source import WHOLE, TensorSource, Transposed
 from triforce_offload.errors import (
     CannotSplitError,
     CheckpointError,
@@ -216,7 +216,10 @@ class Checkpoint:
             part = rows_of(into, first, first + piece.rows)
             first += piece.rows
             try:
-                if piece.change:
+                if piece.transposed:
+                    turned = Transposed(self._source, piece.corner)
+                    read_into(turned, piece.name, part, WHOLE)
+                elif piece.change:
                     _read_changed(self._source, piece, part)
                 else:
                     where = piece.corner, piece.order, piece.column_ranges

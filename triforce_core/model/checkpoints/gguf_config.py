@@ -41,6 +41,8 @@ _FAMILIES = {
     "ernie4_5-moe": FAMILIES["ernie4_5_moe"],
     "glm4moe": FAMILIES["glm4_moe"],
     "qwen3next": FAMILIES["qwen3_next"],
+    # Files of DeepSeek-V2 and GLM-4.7-Flash say how they differ from DeepSeek-V3.
+    "deepseek2": FAMILIES["deepseek_v3"],
     "minimax-m2": FAMILIES["minimax_m2"],
     "laguna": FAMILIES["laguna"],
     "lfm2moe": FAMILIES["lfm2_moe"],
@@ -229,6 +231,9 @@ def _gguf_rope(fields: Fields, family: Family, positions: int, head_dim: int) ->
         for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             if (given := fields.real(f"rope.scaling.yarn_{name}", usual)) != usual:
                 parameters[name] = given
+        if tenth := fields.raw.get("rope.scaling.yarn_log_multiplier"):
+            # Both are alike in all models, and so cosines and sines are not scaled.
+            parameters["mscale"] = parameters["mscale_all_dim"] = 10 * tenth
         if family.name == "gpt_oss":
             # As the model was trained, though llama.cpp rounds the bounds of the frequencies.
             parameters["truncate"] = False

@@ -20,8 +20,9 @@ _GEMMA2 = {
     ("final_logit_softcapping", "final_logit_softcapping"): 30.0,
     ("attention.sliding_window", "sliding_window"): 4096,
 }
-# llama.cpp's number of routers with sigmoids.
-_SIGMOID = 2
+# llama.cpp's numbers of routers.
+_SOFTMAX, _SIGMOID = 1, 2
+_SCORES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
 # What files say of the longest context where nothing rotates, and what Granite 4 was trained for.
 _NO_POSITIONS, _GRANITE4_POSITIONS = 1 << 20, 131_072
 # What every model of Gemma has.
@@ -168,6 +169,50 @@ def _glm4moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     return Fields(own, fields.source), {"norm_topk_prob": bool(own.get("expert_weights_norm"))}
 
 
+def _deepseek2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file without its layers that only draft, and those of its latent
+    attention. Raises CheckpointError or UnsupportedModelError.
+    """
+    if "attention.key_length_mla" not in fields.raw:
+        raise UnsupportedModelError(
+            f"{fields.source}: files without attention.key_length_mla are not supported, as "
+            "llama.cpp wrote them before April 2025; convert the model again"
+        )
+    own, rotated = dict(fields.raw), fields.whole("rope.dimension_count")
+    own["block_count"] = _layers_of(fields)
+    own["attention.value_length"] = fields.whole("attention.key_length")
+    more = {
+        "kv_lora_rank": fields.whole("attention.kv_lora_rank"),
+        "q_lora_rank": fields.get("attention.q_lora_rank") or 0,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": fields.whole("attention.key_length_mla") - rotated,
+        "v_head_dim": fields.whole("attention.value_length_mla"),
+        "first_k_dense_replace": fields.whole("leading_dense_block_count", 0, least=0),
+        "n_shared_experts": fields.whole("expert_shared_count", 0, least=0),
+        "norm_topk_prob": bool(own.get("expert_weights_norm")),
+        "rope_parameters": _yarn_of_keys(fields),
+    }
+    # The first files do not say it.
+    biased = any(name.endswith("exp_probs_b.bias") for name in names)
+    scores = fields.get("expert_gating_func") or (_SIGMOID if biased else _SOFTMAX)
+    if scores not in _SCORES:
+        raise UnsupportedModelError(
+            f"{fields.source}: expert_gating_func {scores!r} is not supported (only "
+            f"{' or '.join(map(str, _SCORES))})"
+        )
+    return Fields(own, fields.source), more | {"scoring_func": _SCORES[scores]}
+
+
+def _yarn_of_keys(fields: Fields) -> dict[str, Any]:
+    """Return what YaRN has to do with the scale of scores, under names of config.json. A file has a
+    tenth of mscale_all_dim.
+    """
+    if (tenth := fields.get("rope.scaling.yarn_log_multiplier")) is None:
+        return {}
+    kind, factor = fields.get("rope.scaling.type"), fields.get("rope.scaling.factor")
+    return {"rope_type": kind, "factor": factor, "mscale_all_dim": 10 * tenth}
+
+
 def _lfm2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """Return the fields of a file, and those of its convolutions. Raises CheckpointError."""
     kinds = [FULL] * fields.whole("block_count")
@@ -309,6 +354,7 @@ OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, An
     "qwen3moe": _qwen3moe,
     "glm4moe": _glm4moe,
     "qwen3next": _qwen3next,
+    "deepseek2": _deepseek2,
     "laguna": _laguna,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2moe,

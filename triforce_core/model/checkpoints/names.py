@@ -23,6 +23,7 @@ from triforce_core.model.checkpoints.expert_names import (
     ExpertNames,
     expert_pieces,
 )
+from triforce_core.model.checkpoints.latent_names import GGUF_LATENT, LatentNames, latent_pieces
 from triforce_core.model.checkpoints.pieces import (
     Change,
     Piece,
@@ -45,7 +46,7 @@ from triforce_core.model.checkpoints.recurrent_names import (
 )
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import Experts
-from triforce_core.model.layers import Attention, LayerSpec, NormKind
+from triforce_core.model.layers import Attention, LatentAttention, LayerSpec, NormKind
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Naming:
     embedding: full name of the embedding
     last_norm: full name of the norm after the last layer
     recurrent: names of the tensors of recurrent layers
+    latent: names of the tensors of latent attention
     experts: names of the tensors of experts
     """
 
@@ -81,6 +83,7 @@ class Naming:
     embedding: str = "embed_tokens.weight"
     last_norm: str = "norm.weight"
     recurrent: RecurrentNames = field(default_factory=RecurrentNames)
+    latent: LatentNames = field(default_factory=LatentNames)
     experts: ExpertNames = field(default_factory=ExpertNames)
 
     def blocks(self, layers: Sequence[LayerSpec]) -> list[int]:
@@ -153,6 +156,9 @@ _HF = {
         ("qwen3_5_text", "qwen3_5_moe_text"),
         Naming(_HF_BEFORE, recurrent=HF_DELTA_NET, experts=HF_QWEN2),
     ),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), Naming(_HF_BEFORE, interleaved=True)
+    ),
     "minimax_m2": Naming(_HF_BEFORE, experts=HF_MINIMAX),
     "laguna": Naming(_HF_BEFORE, experts=HF_LAGUNA),
     "qwen3_next": Naming(_HF_BEFORE, recurrent=HF_QWEN3_NEXT, experts=HF_QWEN2),
@@ -203,6 +209,7 @@ _GGUF = Naming(
     down="ffn_down",
     stored_norms=NormKind.RMS,
     output_scale="layer_output_scale.weight",
+    latent=GGUF_LATENT,
     last_norm="output_norm.weight",
     experts=GGUF_EXPERTS,
 )
@@ -212,7 +219,7 @@ _GGUF_PAIRS = replace(_GGUF, interleaved=True)
 _GGUF_POST_ATTENTION = replace(_GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"})
 _GGUF_FAMILIES = {
     **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5", "cohere2"), _GGUF_PAIRS),
-    **dict.fromkeys(("mixtral", "granitemoe", "ernie4_5_moe"), _GGUF_PAIRS),
+    **dict.fromkeys(("mixtral", "granitemoe", "ernie4_5_moe", "deepseek_v3"), _GGUF_PAIRS),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
     **dict.fromkeys(("seed_oss", "glm4_moe", "gpt_oss"), _GGUF_POST_ATTENTION),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
@@ -323,6 +330,9 @@ def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[
     for part, name in naming.norms.items():
         rows = spec.shapes(hidden).get(part, (0,))[0]
         parts[part] = [Piece(f"{name}.weight", rows, change=change)]
+    if isinstance(spec.mixer, LatentAttention):
+        interleaved = naming.interleaved
+        return parts | latent_pieces(spec.mixer, hidden, naming.latent, interleaved=interleaved)
     if isinstance(spec.mixer, Attention):
         return parts | _attention_pieces(spec.mixer, config, naming)
     return parts | recurrent_pieces(spec.mixer, hidden, naming.recurrent)

@@ -30,6 +30,8 @@ class Piece:
     columns: number of stored columns that `change` takes; None for as many as the model's
     ranges: stored rows, from the corner on, where they do not follow one another; None if they do
     column_ranges: likewise, stored columns
+    transposed: whether the stored matrix is transposed: it has a column for each of `rows`
+    whole: shape of the stored tensor, if other tensors of the model are parts of it too
     """
 
     name: str
@@ -40,11 +42,15 @@ class Piece:
     columns: int | None = None
     ranges: tuple[range, ...] | None = None
     column_ranges: tuple[range, ...] | None = None
+    transposed: bool = False
+    whole: tuple[int, int] | None = None
 
     @classmethod
-    def apart(cls, name: str, ranges: Sequence[range]) -> Piece:
+    def apart(
+        cls, name: str, ranges: Sequence[range], whole: tuple[int, int] | None = None
+    ) -> Piece:
         """Return a piece of stored rows that do not follow one another."""
-        return cls(name, sum(map(len, ranges)), ranges=tuple(ranges))
+        return cls(name, sum(map(len, ranges)), ranges=tuple(ranges), whole=whole)
 
     def following(self) -> Iterator[Piece]:
         """Yield the pieces of stored rows that follow one another."""
@@ -110,6 +116,10 @@ def stored_shapes(
     for piece in pieces:
         rows[piece.name] = rows.get(piece.name, 0) + piece.rows
     columns = {piece.name: piece.columns for piece in pieces if piece.columns}
+    whole = {piece.name: piece.whole for piece in pieces if piece.whole}
+    yield from whole.items()
+    for stored in whole:
+        del rows[stored]
     for stored, count in rows.items():
         width = columns.get(stored)
         yield stored, (count, *shape[1:]) if width is None else (count, width)

@@ -17,6 +17,7 @@ from triforce_core.model.families.family import (
 )
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.gemma import GEMMA
+from triforce_core.model.families.latent import LATENT
 from triforce_core.model.families.mamba import MAMBA
 from triforce_core.model.families.recurrent import RECURRENT
 from triforce_core.model.families.sigmoid import SIGMOID
@@ -255,5 +256,6 @@ FAMILIES = {
         *SPARSE,
         *MAMBA,
         *SIGMOID,
+        *LATENT,
     )
 }

@@ -9,6 +9,7 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
+from triforce_core.model.families.latent import latent_rope
 from triforce_core.model.families.ropes import hf_ropes
 from triforce_core.model.families.windows import FULL, with_own_rope
 from triforce_core.model.layers import Attention, LayerSpec
@@ -64,7 +65,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         vocab=fields.whole("vocab_size"),
         norm_eps=fields.real(family.norm_eps, 1e-6),
         trained_positions=positions,
-        rope=rope,
+        rope=latent_rope(rope, layers),
         window_rope=window_rope,
         norm_kind=family.norm_kind,
         tied=fields.flag("tie_word_embeddings", False),

@@ -14,6 +14,7 @@ from triforce_core.model.feed_forward import MLP, Experts
 from triforce_core.model.layers import (
     Attention,
     DeltaNet,
+    LatentAttention,
     LayerSpec,
     Mamba2,
     Mixer,
@@ -90,6 +91,7 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
     mlp = spec.mlp
     experts = isinstance(mlp, Experts)
     width = mlp.shared if experts else mlp.width
+    shapes = spec.shapes(hidden)
     rows = {
         "qkv": _projections(spec.mixer),
         # llama.cpp gives the outputs of attention more bits, and no others.
@@ -97,6 +99,9 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
         "gate_up": _gate_up(mlp, width),
         "down": [("down", hidden)],
     }
+    if isinstance(spec.mixer, LatentAttention):
+        ups = ("q_up", "k_up", "v_up")
+        rows |= {part: [(part, shapes[part][0])] for part in ups if part in shapes}
     if experts:
         of_one = [(name + _OF_EXPERTS, count) for name, count in _gate_up(mlp, mlp.width)]
         rows["experts_gate_up"] = of_one * mlp.count
@@ -110,6 +115,9 @@ def _gate_up(mlp: MLP, width: int) -> list[tuple[str, int]]:
 
 def _projections(mixer: Mixer) -> list[tuple[str, int]]:
     match mixer:
+        case LatentAttention():
+            rows = mixer.query_rank or mixer.heads * (mixer.key_dim + mixer.rope_dim)
+            return [("q", rows), ("kept", mixer.head_dim)]
         case Attention():
             queries = mixer.queries * (1 + mixer.output_gate)
             qkv = [("q", queries), ("k", mixer.keys), ("v", mixer.keys)]

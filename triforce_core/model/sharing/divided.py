@@ -8,7 +8,14 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
-from triforce_core.model.layers import Attention, DeltaNet, Mamba2, Mixer, ShortConv
+from triforce_core.model.layers import (
+    Attention,
+    DeltaNet,
+    LatentAttention,
+    Mamba2,
+    Mixer,
+    ShortConv,
+)
 from triforce_offload.errors import UsageError
 
 
@@ -202,6 +209,11 @@ class DividedShortConv:
 def divided(mixer: Mixer, ranks: int) -> Divided:
     """Divide a mixer over ranks. Raises UsageError if a rank would get nothing."""
     match mixer:
+        case LatentAttention() if ranks > 1:
+            raise UsageError(
+                "models with latent attention run on one GPU only: all heads attend to the same "
+                "vectors"
+            )
         case Attention():
             return DividedAttention(mixer, Heads.divided(mixer.heads, mixer.kv_heads, ranks))
         case DeltaNet():

@@ -372,7 +372,7 @@ class Costs:
 
 def _token_bytes(mixer: Attention, dtype: ElementType) -> int:
     """Return the bytes of one token's keys and values in a layer."""
-    return 2 * mixer.keys * dtype.itemsize
+    return mixer.kept * dtype.itemsize
 
 
 def _between(measured: Sequence[tuple[int, float]], rows: float) -> float:

@@ -142,7 +142,7 @@ class Processor:
         keys, nbytes: of these blocks. link_bytes: bytes that cross the link meanwhile
         """
         costs, mixer = self.costs, self.costs.config.attention
-        read, products = 2.0 * mixer.keys, 2.0 * self.tokens * mixer.queries
+        read, products = float(mixer.kept), 2.0 * self.tokens * mixer.queries
         # What is split takes fewer bytes.
         split = nbytes < keys * read * costs.dtype.itemsize
         operations = 2.0 * keys * (products / _ATTENTION_SHARE + _KEY_ROWS[split] * read)

@@ -1,0 +1,61 @@
+"""Products of which each head has a matrix of its own (latent attention; DeepSeek-V2, 2024)."""
+
+from __future__ import annotations
+
+import torch
+
+from triforce_kernels import same_bits
+from triforce_kernels.checks import require
+from triforce_kernels.counts import cdiv
+from triforce_kernels.dispatch import REFERENCE, TRITON, backend
+from triforce_kernels.experts.grouped import kernel_of, product
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS
+from triforce_kernels.weights.linear import Weight, linear, rows_of
+from triforce_kernels.weights.tiles import Tiles
+
+
+def by_heads(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """Multiply the vectors of each head by its own transposed matrix: [rows, heads, out].
+
+    x: [rows, heads, in]
+    weight: [heads * out, in], the matrices one above the other
+
+    Heads are to few rows what experts are that every row chose. Raises ValueError.
+    """
+    rows, heads, size = x.shape
+    require(
+        "by_heads",
+        weight.shape[0] % heads == 0 and weight.shape[1] == size,
+        x=x,
+        weight=weight.shape,
+    )
+    if backend(x.device) == REFERENCE or x.dtype == torch.float64 or kernel_of(weight) is None:
+        return _one_by_one(x, weight)
+    if rows <= FEW_ROWS:
+        return _in_tiles(x, weight)
+    if same_bits.wanted() and backend(x.device) == TRITON:
+        # Products with one head after another have other tiles.
+        return torch.cat([_in_tiles(part, weight) for part in x.split(FEW_ROWS)])
+    return _one_by_one(x, weight)
+
+
+def _in_tiles(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    (rows, heads, size), device = x.shape, x.device
+    columns, tiles = weight.shape[0] // heads, cdiv(rows, EXPERT_TILE)
+    first = torch.arange(0, heads * rows, rows, device=device).unsqueeze(1)
+    place = torch.arange(tiles * EXPERT_TILE, device=device)
+    order = (first + place).masked_fill_(place >= rows, -1).flatten()
+    which = torch.arange(heads, device=device).repeat_interleave(tiles)
+    by_head = x.transpose(0, 1).reshape(heads * rows, size)
+    out = product(by_head, weight, Tiles(EXPERT_TILE, columns, order, which))
+    return out.view(heads, -1, columns)[:, :rows].transpose(0, 1)
+
+
+def _one_by_one(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    rows, heads, _ = x.shape
+    columns = weight.shape[0] // heads
+    out = x.new_empty(rows, heads, columns)
+    for head in range(heads):
+        own = rows_of(weight, head * columns, (head + 1) * columns)
+        out[:, head] = linear(x[:, head].contiguous(), own)
+    return out
