@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tiny_families import FAMILIES, SIZES, VOCAB
+from tiny_families import FAMILIES
+from tiny_parts import SIZES, VOCAB
 
 from triforce_offload.plan.placement import Placement
 

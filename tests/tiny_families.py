@@ -2,102 +2,19 @@
 
 from __future__ import annotations
 
-VOCAB = 97
-LAYERS = 3
+from tiny_parts import (
+    GEMMA4,
+    GRANITE4,
+    LATENT,
+    LAYERS,
+    LLAMA3,
+    MOE,
+    NEMOTRON,
+    QWEN3_5,
+    SLIDING,
+    YARN,
+)
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    # Wide enough that the arg-max is rarely close.
-    "initializer_range": 0.3,
-}
-_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-
-SLIDING = ("sliding_attention",) * (LAYERS - 1)
-
-_GEMMA4 = {
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "hidden_size_per_layer_input": 0,
-    "tie_word_embeddings": False,
-    "sliding_window": 24,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-    "final_logit_softcapping": 5.0,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-        "full_attention": {
-            "rope_type": "proportional",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.25,
-        },
-    },
-}
-_QWEN3_5 = {
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
-_MOE = {"moe_intermediate_size": 40}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    **_MOE,
-}
-_GRANITE4 = {
-    "intermediate_size": 40,
-    "shared_intermediate_size": 48,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 12,
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 2.0,
-    "residual_multiplier": 0.5,
-    "attention_multiplier": 0.2,
-}
-# Three layers, of which one has no MLP.
-_NEMOTRON = {
-    "num_hidden_layers": 5,
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
-    "head_dim": 16,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 16,
-    "n_groups": 2,
-    "ssm_state_size": 12,
-    "n_routed_experts": 6,
-    "moe_shared_expert_intermediate_size": 48,
-    "routed_scaling_factor": 2.5,
-    **_MOE,
-}
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -105,7 +22,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-bias": ("Llama", {"attention_bias": True}),
     "llama-head-dim": ("Llama", {"head_dim": 24}),
-    "llama3-rope": ("Llama", {"rope_parameters": _LLAMA3}),
+    "llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
     "linear-rope": (
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
@@ -118,7 +35,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
         },
     ),
-    "yarn-rope": ("Qwen2", {"rope_parameters": _YARN}),
+    "yarn-rope": ("Qwen2", {"rope_parameters": YARN}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     # A window in every layer: no KV is stored in blocks, and nothing of it streams.
     "mistral-windows": ("Mistral", {"sliding_window": 24, "head_dim": 16}),
@@ -255,12 +172,12 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     # Full layers with more and fewer heads than the others, whose values are their keys.
-    "gemma4": ("Gemma4", {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
-    "gemma4-unified": ("Gemma4Unified", _GEMMA4),
+    "gemma4": ("Gemma4", {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    "gemma4-unified": ("Gemma4Unified", GEMMA4),
     "gemma4-moe": (
         "Gemma4",
         {
-            **_GEMMA4,
+            **GEMMA4,
             "num_global_key_value_heads": 2,
             "enable_moe_block": True,
             "num_experts": 8,
@@ -269,7 +186,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     # Recurrent layers before and after attention: the gated delta rule, and convolutions alone.
-    "qwen3_5": ("Qwen3_5", _QWEN3_5),
+    "qwen3_5": ("Qwen3_5", QWEN3_5),
     # Experts, in some models beside dense layers or a shared expert.
     "mixtral": (
         "Mixtral",
@@ -277,7 +194,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "qwen2_moe": (
         "Qwen2Moe",
-        {"num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 48, **_MOE},
+        {"num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 48, **MOE},
     ),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -287,7 +204,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
             "head_dim": 16,
-            **_MOE,
+            **MOE,
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
@@ -304,7 +221,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
-        {"moe_num_experts": 6, "moe_k": 2, "tie_word_embeddings": False, **_MOE},
+        {"moe_num_experts": 6, "moe_k": 2, "tie_word_embeddings": False, **MOE},
     ),
     "glm4_moe": (
         "Glm4Moe",
@@ -316,29 +233,29 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "routed_scaling_factor": 1.5,
             "head_dim": 16,
             "use_qk_norm": True,
-            **_MOE,
+            **MOE,
         },
     ),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
         {
-            **_QWEN3_5,
+            **QWEN3_5,
             "num_experts": 8,
             "num_experts_per_tok": 3,
             "shared_expert_intermediate_size": 48,
-            **_MOE,
+            **MOE,
         },
     ),
     # Recurrent layers whose projections are stored together, and a dense layer.
     "qwen3_next-moe": (
         "Qwen3Next",
         {
-            **_QWEN3_5,
+            **QWEN3_5,
             "num_experts": 8,
             "num_experts_per_tok": 3,
             "shared_expert_intermediate_size": 48,
             "mlp_only_layers": [1],
-            **_MOE,
+            **MOE,
         },
     ),
     # Heads that are normalised together, and rotated in part.
@@ -352,19 +269,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     # Latent attention: with a rank of queries or without, and YaRN that makes scores sharper.
-    "deepseek_v2-moe": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek_v2-moe": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 2}),
     "deepseek_v3-moe": (
         "DeepseekV3",
         {
-            **_LATENT,
+            **LATENT,
             "q_lora_rank": 24,
             "first_k_dense_replace": 1,
             "n_group": 4,
             "topk_group": 2,
-            "rope_parameters": _YARN | {"mscale": 0.8, "mscale_all_dim": 0.8},
+            "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8},
         },
     ),
-    "glm4_lite-moe": ("Glm4MoeLite", {**_LATENT, "q_lora_rank": 24, "v_head_dim": 24}),
+    "glm4_lite-moe": ("Glm4MoeLite", {**LATENT, "q_lora_rank": 24, "v_head_dim": 24}),
     # A gate of each head, more heads in layers with a window, and two rotary embeddings.
     "laguna-moe": (
         "Laguna",
@@ -379,9 +296,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": _YARN | {"partial_rotary_factor": 0.5},
+                "full_attention": YARN | {"partial_rotary_factor": 0.5},
             },
-            **_MOE,
+            **MOE,
         },
     ),
     "gpt-oss-moe": (
@@ -392,12 +309,12 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "head_dim": 16,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": _YARN | {"truncate": False},
+            "rope_parameters": YARN | {"truncate": False},
         },
     ),
-    "granite4-h": ("GraniteMoeHybrid", {**_GRANITE4, "num_local_experts": 0}),
-    "granite4-h-moe": ("GraniteMoeHybrid", {**_GRANITE4, "num_local_experts": 6}),
-    "nemotron_h-moe": ("NemotronH", _NEMOTRON),
+    "granite4-h": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0}),
+    "granite4-h-moe": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 6}),
+    "nemotron_h-moe": ("NemotronH", NEMOTRON),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-moe": (
         "Lfm2Moe",
@@ -405,7 +322,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "layer_types": ["conv", "full_attention", "conv"],
             "num_experts": 6,
             "num_dense_layers": 1,
-            **_MOE,
+            **MOE,
         },
     ),
     "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),

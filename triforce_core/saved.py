@@ -70,8 +70,7 @@ def write(
     parts = {"tokens": (tokens.dtype, (count,))}
     if saved.scores is not None:
         parts["scores"] = (torch.float32, tuple(saved.scores.shape))
-    size = (shape.sides, shape.kv_heads, count, shape.head_dim)
-    parts |= {f"kv.{layer}": (shape.dtype, size) for layer in range(saved.layers)}
+    parts |= {f"kv.{layer}": (shape.dtype, shape.size(count)) for layer in range(saved.layers)}
     for kind, marks in saved.marks.items():
         parts[_LENGTHS[kind]] = (torch.int64, (len(marks),))
         for index, (_, tensors) in enumerate(marks):
@@ -237,8 +236,7 @@ def _check(file: TensorsFile, shape: KVShape) -> None:
         raise UsageError(f"the context in {path} lacks tokens")
     count = stored["tokens"].shape[0] if stored["tokens"].shape else 0
     wanted = {"tokens": ((count,), "I64")} | {
-        f"kv.{layer}": ((shape.sides, shape.kv_heads, count, shape.head_dim), _NAMES[shape.dtype])
-        for layer in range(shape.layers)
+        f"kv.{layer}": (shape.size(count), _NAMES[shape.dtype]) for layer in range(shape.layers)
     }
     wanted[_SUMS] = ((len(stored),), "I64")
     for name, (sizes, dtype) in wanted.items():

@@ -68,7 +68,7 @@ class DenseBlocks:
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
         shape = self._shape
         exact = buffer[: shape.token_bytes * shape.block_tokens].view(shape.dtype)
-        return exact.view(shape.sides, shape.kv_heads, shape.block_tokens, shape.head_dim)
+        return exact.view(shape.size(shape.block_tokens))
 
     def runs(self, blocks: torch.Tensor) -> Iterator[KeysValues]:
         yield keys_values(_as_blocks(blocks, self._shape), 1)
@@ -121,7 +121,7 @@ def _as_blocks(blocks: torch.Tensor, shape: KVShape) -> torch.Tensor:
     kv_heads, block_tokens, head_dim].
     """
     exact = blocks[:, : shape.token_bytes * shape.block_tokens].view(shape.dtype)
-    return exact.view(-1, shape.sides, shape.kv_heads, shape.block_tokens, shape.head_dim)
+    return exact.view(-1, *shape.size(shape.block_tokens))
 
 
 def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:

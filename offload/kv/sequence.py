@@ -174,8 +174,7 @@ class SequenceKV:
             raise RuntimeError(f"restore over {kv.length} tokens that are kept")
         self._take_workspace()
         shape = kv.shape
-        size = (shape.sides, shape.kv_heads, tokens, shape.head_dim)
-        gathered = torch.empty(size, dtype=shape.dtype, device=self._memory.device)
+        gathered = torch.empty(shape.size(tokens), dtype=shape.dtype, device=self._memory.device)
         for layer in range(shape.layers):
             gathered.copy_(layer_kv(layer))
             kv.fill(layer, gathered, tokens, last=True)

@@ -75,6 +75,10 @@ class KVShape:
     def parts(self) -> SplitBlockLayout:
         return SplitBlockLayout.of(self.sides * self.kv_heads, self.block_tokens, self.head_dim)
 
+    def size(self, tokens: int) -> tuple[int, int, int, int]:
+        """Return the size of tokens of a layer, [sides, kv_heads, tokens, head_dim]."""
+        return self.sides, self.kv_heads, tokens, self.head_dim
+
     def tail_tokens(self, max_pass_tokens: int) -> int:
         """Tokens of a layer's hot tail: a block that fills, and room for a whole pass."""
         filling = self.block_tokens

@@ -8,13 +8,7 @@ from contextlib import ExitStack, suppress
 import torch
 
 from triforce_offload.errors import DoesNotFitError, LinkError
-from triforce_offload.kv.block_format import (
-    BlockFormat,
-    DenseBlocks,
-    KeysValues,
-    SplitBlocks,
-    keys_values,
-)
+from triforce_offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, SplitBlocks
 from triforce_offload.kv.blocks import DeviceBlocks
 from triforce_offload.kv.leaving import StagingSlots
 from triforce_offload.kv.shape import KVShape
@@ -126,11 +120,11 @@ class KVStore:
         if count > resident:
             yield from self._format.runs(self._mirror.run(layer, count - resident))
 
-    def read(self, location: Location, block: torch.Tensor) -> KeysValues:
-        """Return keys and values of a block, [kv_heads, block_tokens, head_dim] each, valid until
-        the next read. block: the location's bytes on the device
+    def read(self, location: Location, block: torch.Tensor) -> torch.Tensor:
+        """Return a block, [sides, kv_heads, block_tokens, head_dim], valid until the next read.
+        block: the location's bytes on the device
         """
-        return keys_values(self._format_of(location).read(block))
+        return self._format_of(location).read(block)
 
     def copy(self, location: Location, block: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a block to [sides, kv_heads, block_tokens, head_dim]. block: the location's bytes
@@ -166,8 +160,7 @@ class KVStore:
         Waits for the device. Raises LinkError.
         """
         shape, size = self.shape, self.shape.block_tokens
-        all_heads = shape.sides, shape.kv_heads
-        whole = torch.empty(*all_heads, self.length, shape.head_dim, dtype=shape.dtype)
+        whole = torch.empty(shape.size(self.length), dtype=shape.dtype)
         for index, location in enumerate(self._locations[layer]):
             for event in location.source.after if location.source else ():
                 self._link.wait_on_host(event)

@@ -21,13 +21,8 @@ class HotTail:
         """Raises DoesNotFitError."""
         self._memory = memory
         self._allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
-        self.rows = self._allocation.bytes.view(shape.dtype).view(
-            shape.layers,
-            shape.sides,
-            shape.kv_heads,
-            shape.tail_tokens(max_pass_tokens),
-            shape.head_dim,
-        )
+        size = shape.layers, *shape.size(shape.tail_tokens(max_pass_tokens))
+        self.rows = self._allocation.bytes.view(shape.dtype).view(size)
         # Created once, because each layer of each pass uses them.
         self.rooms: list[KeysValues] = [keys_values(layer) for layer in self.rows]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
-from tiny_families import LAYERS
+from tiny_parts import LAYERS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.loading.devices import check_processor

@@ -129,7 +129,7 @@ def test_rows_of_a_tree_see_their_ancestors_and_a_path_of_them_is_kept() -> None
         parts = []
         for index, location in enumerate(store.locations(layer)):
             with conveyor.bring((KV, layer, index), location) as block:
-                parts.append(torch.stack(store.read(location, block)))
+                parts.append(store.read(location, block).clone())
         seen = torch.cat([*parts, store.tail(layer)], 2)
         keys, values = (text.qkv[rows, HEADS + i : HEADS + i + 2].transpose(0, 1) for i in (0, 2))
         assert torch.equal(seen, torch.stack((keys, values)))

@@ -47,7 +47,7 @@ def contents(store: KVStore, conveyor: Conveyor, rows: int = 0) -> list[torch.Te
         parts = []
         for index, location in enumerate(store.locations(layer)):
             with conveyor.bring((KV, layer, index), location) as block:
-                parts.append(torch.stack(store.read(location, block)))
+                parts.append(store.read(location, block).clone())
                 store.settle(layer, index, block)
         layers.append(torch.cat([*parts, store.tail(layer, rows)], 2))
     return layers

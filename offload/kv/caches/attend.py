@@ -18,6 +18,7 @@ from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.block_format import keys_values
 from triforce_offload.kv.caches.processor import Blocks, PendingAttention, ProcessorAttention
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
@@ -83,7 +84,7 @@ class PassCache:
                 attention.skip(store.shape.block_tokens)
                 continue
             with self._conveyor.bring(kv_key(layer, index, self.index), locations[index]) as block:
-                key, value = store.read(locations[index], block)
+                key, value = keys_values(store.read(locations[index], block))
                 attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
                 store.settle(layer, index, block)
         return attention.end(layer, keys[:, :end], values[:, :end], batch.visible)

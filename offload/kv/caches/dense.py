@@ -46,8 +46,7 @@ class DenseKV:
         self._allocation = memory.allocate(dense_bytes(shape, tokens), purpose)
         # Zeros, since `FixedDense` also reads past the end, with a weight of zero.
         self.rows = self._allocation.bytes.zero_().view(shape.dtype)
-        heads = shape.sides, shape.kv_heads
-        self.rows = self.rows.view(shape.layers, *heads, self.capacity, shape.head_dim)
+        self.rows = self.rows.view(shape.layers, *shape.size(self.capacity))
 
     def attend(
         self,

@@ -57,8 +57,7 @@ class PrefillCache:
         self._scores = scores
         self._windows = WindowPrefill(recent.windows, rows) if recent.windows else None
         self._states = StatePrefill(recent.states, rows) if recent.states else None
-        size = (shape.sides, shape.kv_heads, store.length + rows, shape.head_dim)
-        self.gathered = gathered.view(shape.dtype).view(size)
+        self.gathered = gathered.view(shape.dtype).view(shape.size(store.length + rows))
 
     def attend(
         self,

@@ -53,7 +53,7 @@ def full_kv(cache: RetrievalCache, layer: int) -> torch.Tensor:
     for location in store.locations(layer):
         for event in location.source.after if location.source else ():
             cache._reader._link.wait_on_host(event)
-        parts.append(torch.stack(store.read(location, location.memory)))
+        parts.append(store.read(location, location.memory).clone())
     parts.append(store.tail(layer))
     return torch.cat(parts, 2)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, random_ids
-from tiny_families import LAYERS
+from tiny_parts import LAYERS
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import UsageError

@@ -15,12 +15,12 @@ from helpers import VOCAB, make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 
 from triforce_core import Engine
-from triforce_core.model.checkpoints.names import head_order
+from triforce_core.model.checkpoints.naming.names import head_order
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.feed_forward import Experts
-from triforce_core.model.layers import Keeps, Norms
+from triforce_core.model.layers import Keeps, LatentAttention, Norms
 from triforce_kernels.layer import rotate
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -123,6 +123,8 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         named["layer_types"] = ["linear_attention", "full_attention"]
     elif family in ("exaone4", "granitemoehybrid") or family.startswith("gemma4"):
         named["layer_types"] = ["full_attention"] * 2
+    if family == "deepseek_v2":
+        named["num_experts_per_tok"] = 6
     if family == "granitemoehybrid":
         named["num_local_experts"] = 0
     if family == "lfm2_moe":
@@ -137,7 +139,8 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     elif family not in (
         *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
         *("lfm2", "qwen3_5_moe_text", "qwen3_moe", "ernie4_5_moe", "glm4_moe", "mixtral"),
-        *("qwen3_next", "minimax_m2", "nemotron_h", "lfm2_moe"),
+        *("qwen3_next", "minimax_m2", "nemotron_h", "lfm2_moe", "glm4_moe_lite"),
+        *("deepseek_v2", "deepseek_v3"),
     ):
         # Published configs always say so.
         named["num_key_value_heads"] = 4
@@ -148,13 +151,21 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     assert ours.norm_eps == getattr(theirs, FAMILIES[family].norm_eps)
     assert ours.tied == bool(theirs.tie_word_embeddings)
     full = helpers.full_layers(theirs)
-    assert ours.attention.kv_heads == full.num_key_value_heads
-    assert ours.attention.head_dim == (getattr(full, "head_dim", None) or 256 // 16)
+    mixer = ours.attention
+    if isinstance(mixer, LatentAttention):
+        assert (mixer.kv_heads, mixer.rope_dim) == (1, theirs.qk_rope_head_dim)
+        assert (mixer.latent, mixer.query_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank or 0)
+        assert (mixer.key_dim, mixer.value_dim) == (theirs.qk_nope_head_dim, theirs.v_head_dim)
+        assert ours.rope.rotated(mixer.head_dim) == mixer.rope_dim
+    else:
+        assert mixer.kv_heads == full.num_key_value_heads
+        assert mixer.head_dim == (getattr(full, "head_dim", None) or 256 // 16)
     rope = getattr(theirs, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4})
     rope = rope.get("full_attention", rope)
     assert (ours.rope.theta, ours.rope.type) == (rope["rope_theta"], rope["rope_type"])
     share = 1 if ours.rope.type == "proportional" else rope.get("partial_rotary_factor")
-    assert ours.rope.rotated(100) == int(100 * (share or 1))
+    if not isinstance(mixer, LatentAttention):
+        assert ours.rope.rotated(100) == int(100 * (share or 1))
     assert ours.rope.query_growth is None or rope["llama_4_scaling_beta"] == 0.1
     kinds = getattr(theirs, "layer_types", None) or ()
     assert any(spec.mixer.keeps is Keeps.WINDOW for spec in ours.layers) == (

@@ -20,7 +20,7 @@ from tiny_families import WITH_EXPERTS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
-from triforce_core.model.checkpoints.names import gguf_names, hf_names
+from triforce_core.model.checkpoints.naming.names import gguf_names, hf_names
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.feed_forward import Experts, Router, Scores
 from triforce_core.model.sharing.share import Share

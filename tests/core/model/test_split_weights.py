@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, SPLIT, make_model, placed, random_ids
-from tiny_families import LAYERS
+from tiny_parts import LAYERS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import greedy
-from tiny_families import LAYERS
+from tiny_parts import LAYERS
 
 from bench.plot_trace import read_trace
 from triforce_core import Engine

@@ -20,13 +20,13 @@ from triforce_core.model.checkpoints.mtp import (
     like_head,
     mtp_config,
 )
-from triforce_core.model.checkpoints.names import (
+from triforce_core.model.checkpoints.naming.names import (
     HF_PREFIXES,
     blocks,
     gguf_names,
     hf_names,
 )
-from triforce_core.model.checkpoints.pieces import Piece, block_type, fits, stored_shapes
+from triforce_core.model.checkpoints.naming.pieces import Piece, block_type, fits, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.sharing.share import Share

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint
-from triforce_core.model.checkpoints.names import blocks, hf_names
-from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
+from triforce_core.model.checkpoints.naming.names import blocks, hf_names
+from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig, RopeConfig
-from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.hf import SOURCE, from_hf
+from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.heads.joins import Eagle3, Join
 from triforce_core.model.layers import Attention, LayerSpec

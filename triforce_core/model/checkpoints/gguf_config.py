@@ -8,13 +8,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_fields import OWN_FIELDS, expert_fields
-from triforce_core.model.checkpoints.names import blocks
+from triforce_core.model.checkpoints.naming.names import blocks
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS, Family
-from triforce_core.model.families.fields import Fields, layer_count, token_ids
-from triforce_core.model.families.ropes import check_rope
-from triforce_core.model.families.windows import FULL, SLIDING, with_own_rope
+from triforce_core.model.families.reading.fields import Fields, layer_count, token_ids
+from triforce_core.model.families.reading.ropes import check_rope
+from triforce_core.model.families.reading.windows import FULL, SLIDING, with_own_rope
 from triforce_core.model.layers import Attention, Keeps, LayerSpec, NormKind, ShortConv
 from triforce_offload.errors import UnsupportedModelError
 

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from triforce_core.model.families.family import EXPERT_COUNTS
-from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import FULL, SLIDING
 from triforce_core.model.families.recurrent import CONV, LINEAR
-from triforce_core.model.families.windows import FULL, SLIDING
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Numbers of layers of Gemma 2 27B and 3 27B. llama.cpp knows by them how these scale scores.

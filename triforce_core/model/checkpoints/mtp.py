@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
+from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.heads.joins import Mtp
 from triforce_core.model.layers import LayerSpec

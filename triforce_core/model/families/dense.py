@@ -15,14 +15,14 @@ from triforce_core.model.families.family import (
     layer,
     with_windows,
 )
-from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.gemma import GEMMA
 from triforce_core.model.families.latent import LATENT
 from triforce_core.model.families.mamba import MAMBA
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import windows, windows_if_shorter
 from triforce_core.model.families.recurrent import RECURRENT
 from triforce_core.model.families.sigmoid import SIGMOID
 from triforce_core.model.families.sparse import SPARSE
-from triforce_core.model.families.windows import windows, windows_if_shorter
 from triforce_core.model.layers import NormKind, Norms
 from triforce_offload.errors import CheckpointError
 

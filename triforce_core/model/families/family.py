@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.feed_forward import MLP, Activation, DenseMLP
 from triforce_core.model.layers import (
     Attention,
@@ -21,7 +21,9 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_nu
 
 
 # Fields of which null says that the model has none.
-_NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_NULL_IS_NONE = (
+    *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "q_lora_rank"),
+)
 
 
 # Fields with the kind of each layer.

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from triforce_core.model.families.family import Family, Layers, activation, layer, with_windows
-from triforce_core.model.families.fields import Fields
-from triforce_core.model.families.windows import windows
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import windows
 from triforce_core.model.feed_forward import ExpertsBeside
 from triforce_core.model.layers import LayerSpec, NormKind, Norms
 from triforce_offload.errors import CheckpointError, UnsupportedModelError

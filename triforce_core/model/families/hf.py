@@ -8,10 +8,10 @@ from typing import Any
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS, Family
-from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.latent import latent_rope
-from triforce_core.model.families.ropes import hf_ropes
-from triforce_core.model.families.windows import FULL, with_own_rope
+from triforce_core.model.families.reading.fields import Fields, layer_count, token_ids
+from triforce_core.model.families.reading.ropes import hf_ropes
+from triforce_core.model.families.reading.windows import FULL, with_own_rope
 from triforce_core.model.layers import Attention, LayerSpec
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 

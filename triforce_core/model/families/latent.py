@@ -10,7 +10,7 @@ from typing import Any
 
 from triforce_core.model.config import RopeConfig
 from triforce_core.model.families.family import Family, Layers, activation
-from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.sigmoid import sigmoid_router
 from triforce_core.model.families.sparse import experts_of, renamed
 from triforce_core.model.feed_forward import DenseMLP, Router, Scores
@@ -89,8 +89,6 @@ def _layers(fields: Fields, count: int) -> Layers:
     if unknown := sorted(set(map(str, kinds)) - {"dense", SPARSE}):
         raise CheckpointError(f"{fields.source}: mlp_layer_types names {unknown[0]!r}")
     layer = LayerSpec(mixer, dense)
-    if SPARSE not in kinds:
-        return (layer,) * count
     shared = fields.whole("n_shared_experts", 1, least=0) * fields.whole("moe_intermediate_size")
     experts = experts_of(fields, "n_routed_experts", _router(fields), shared=shared)
     return tuple(replace(layer, mlp=experts) if kind == SPARSE else layer for kind in kinds)
@@ -98,6 +96,7 @@ def _layers(fields: Fields, count: int) -> Layers:
 
 # What transformers' configs take for fields that are not there.
 _SIZES: dict[str, Any] = {
+    "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128,
@@ -121,6 +120,7 @@ _V3 = _SIZES | {
 }
 _GLM = _SIZES | {
     "first_k_dense_replace": 1,
+    "q_lora_rank": 768,
     "qk_nope_head_dim": 192,
     "v_head_dim": 256,
     "n_routed_experts": 64,

@@ -12,11 +12,11 @@ from triforce_core.model.families.family import (
     granite_scales,
     layer,
 )
-from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import FULL
 from triforce_core.model.families.recurrent import LINEAR
 from triforce_core.model.families.sigmoid import sigmoid_router
 from triforce_core.model.families.sparse import experts_of, renamed
-from triforce_core.model.families.windows import FULL
 from triforce_core.model.feed_forward import (
     MLP,
     Activation,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from triforce_core.model.families.family import Family, Layers, layer
-from triforce_core.model.families.fields import Fields
-from triforce_core.model.families.windows import FULL
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import FULL
 from triforce_core.model.feed_forward import MLP
 from triforce_core.model.layers import DeltaNet, Mixer, NormKind, ShortConv
 from triforce_offload.errors import CheckpointError, UnsupportedModelError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from triforce_core.model.families.family import Family, Layers, layer
-from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import FULL, SLIDING, windows
 from triforce_core.model.families.recurrent import LFM2, LFM2_RENAMED, lfm2_layers
 from triforce_core.model.families.sparse import experts_of, renamed, where
-from triforce_core.model.families.windows import FULL, SLIDING, windows
 from triforce_core.model.feed_forward import Router, Scores
 from triforce_offload.errors import CheckpointError
 

@@ -13,9 +13,9 @@ from triforce_core.model.families.family import (
     granite_scales,
     layer,
 )
-from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import windows, windows_if_shorter
 from triforce_core.model.families.recurrent import QWEN3_5, qwen3_5_layers
-from triforce_core.model.families.windows import windows, windows_if_shorter
 from triforce_core.model.feed_forward import Activation, DenseMLP, Experts, Router
 from triforce_core.model.layers import LayerSpec, NormKind
 from triforce_offload.errors import CheckpointError

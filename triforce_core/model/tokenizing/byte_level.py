@@ -38,6 +38,10 @@ _GPT4O = (
 _QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
     r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{M}\p{N}]+"
 )
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SEED_CODER = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 # Patterns by llama.cpp's names; None is GPT-2's pattern, which is built into the library.
 _SPLITS: Mapping[str, str | None] = {
@@ -54,13 +58,17 @@ _SPLITS: Mapping[str, str | None] = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "minimax-m2": _GPT4O,
+    "deepseek-v3": _DEEPSEEK3,
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     "seed-coder": _SEED_CODER,
 }
 # For these, each digit is a piece of its own, before GPT-2's pattern.
 _DIGITS = ("refact", "command-r")
-# For these, lines are pieces of their own, before the pattern.
-_LINES = ("laguna",)
+# For these, what matches other patterns is divided first: lines; numbers, and Chinese and Japanese.
+_FIRST = {
+    "laguna": (r"[^\n]+|\n+",),
+    "deepseek-v3": (r"\p{N}{1,3}", r"[一-龥\u3040-\u309f\u30a0-\u30ff]+"),
+}
 # For these, as in llama.cpp, a piece that is a token as a whole is not merged, and a text begins
 # with BOS unless the file says otherwise.
 _WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken", "pixtral", "lfm2")
@@ -108,7 +116,7 @@ def _split(name: str) -> ByteLevel | Steps:
     if pattern is None:
         split = ByteLevel(add_prefix_space=False)
         return Steps([Digits(individual_digits=True), split]) if name in _DIGITS else split
-    patterns = [r"[^\n]+|\n+", pattern] if name in _LINES else [pattern]
+    patterns = (*_FIRST.get(name, ()), pattern)
     return Steps(
         [
             *(Split(Regex(each), behavior="isolated") for each in patterns),

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from triforce_core.model.config import ROPE_TYPES, RopeConfig
-from triforce_core.model.families.fields import Fields
-from triforce_core.model.families.windows import FULL, SLIDING
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import FULL, SLIDING
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from triforce_core.model.checkpoints.pieces import Change, Piece, minus_exp, pieces_of
+from triforce_core.model.checkpoints.naming.pieces import Change, Piece, minus_exp, pieces_of
 from triforce_core.model.layers import DeltaNet, Mamba2, Recurrent, ShortConv
 from triforce_offload.checkpoint.source import Corner
 

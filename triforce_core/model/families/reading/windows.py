@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.layers import Keeps, LayerSpec
 from triforce_offload.errors import UnsupportedModelError
 

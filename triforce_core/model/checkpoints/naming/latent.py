@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from triforce_core.model.checkpoints.pieces import Piece, head_order
+from triforce_core.model.checkpoints.naming.pieces import Piece, head_order
 from triforce_core.model.layers import LatentAttention
 from triforce_offload.checkpoint.source import Corner
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from triforce_core.model.checkpoints.expert_names import (
+from triforce_core.model.checkpoints.naming.experts import (
     GGUF_EXPERTS,
     GGUF_GEMMA4,
     HF_ERNIE,
@@ -23,15 +23,15 @@ from triforce_core.model.checkpoints.expert_names import (
     ExpertNames,
     expert_pieces,
 )
-from triforce_core.model.checkpoints.latent_names import GGUF_LATENT, LatentNames, latent_pieces
-from triforce_core.model.checkpoints.pieces import (
+from triforce_core.model.checkpoints.naming.latent import GGUF_LATENT, LatentNames, latent_pieces
+from triforce_core.model.checkpoints.naming.pieces import (
     Change,
     Piece,
     head_order,
     less_one,
     pieces_of,
 )
-from triforce_core.model.checkpoints.recurrent_names import (
+from triforce_core.model.checkpoints.naming.recurrent import (
     GGUF_DELTA_NET,
     GGUF_MAMBA2,
     GGUF_QWEN3_NEXT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from triforce_core.model.checkpoints.pieces import (
+from triforce_core.model.checkpoints.naming.pieces import (
     Piece,
     even_columns,
     odd_columns,
