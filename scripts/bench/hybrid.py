@@ -1,4 +1,4 @@
-"""Random models with recurrent layers or with experts, beside transformers' `generate` on a CPU.
+"""Random models with recurrent layers, latent attention or experts, beside transformers on a CPU.
 
 All in memory.
 
@@ -55,6 +55,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_n_heads": 8,
         "mamba_n_groups": 1,
         "mamba_d_state": 64,
+    },
+    # Latent attention, without experts; the sizes of a head are those of GLM-4.7-Flash.
+    "Glm4MoeLite": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 192,
+        "mlp_layer_types": ["dense"] * 8,
     },
     "Qwen3Moe": {
         "head_dim": 64,

@@ -48,6 +48,8 @@ METHODS = [
     # Models whose layers have different heads, or a state, do not draft.
     *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "retrieval")),
     *product(("granite4-h", "nemotron_h-moe"), ("autoregressive", "ngram", "retrieval")),
+    *product(("glm4_lite-moe",), ("autoregressive", "ngram", "model", "retrieval")),
+    *product(("deepseek_v3-moe",), ("autoregressive", "retrieval")),
     ("qwen3_5", "mtp"),
     *product(("llama", "gpt-oss-moe"), ("eagle3",)),
     *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe", "laguna-moe"), ("autoregressive", "ngram")),

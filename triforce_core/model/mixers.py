@@ -155,19 +155,23 @@ class LatentMixer:
         self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> torch.Tensor:
         """MixerLayer.__call__."""
+        # No temporary has a name here, which would keep it longer than it is needed.
+        mixed = cache.attend(self._kv_layer, self._heads(w, projected), batch)
+        halves = mixed.transpose(0, 1).unflatten(2, (2, -1))[..., self._spec.rope_dim // 2 :]
+        return by_heads(halves.flatten(2), w["v_up"]).flatten(1)
+
+    def _heads(self, w: Views, projected: torch.Tensor) -> torch.Tensor:
+        """Return queries, and last the vector that a token keeps, [rows, heads + 1, head_dim]."""
         spec = self._spec
         queries, kept = projected.tensor_split((-spec.head_dim,), 1)
         if spec.query_rank:
             queries = linear(self._norm(queries.contiguous(), w["q_norm"]), w["q_up"])
-        queries = queries.reshape(batch.rows, spec.heads, -1)
+        queries = queries.reshape(len(projected), spec.heads, -1)
         plain, turning = queries.split((spec.key_dim, spec.rope_dim), 2)
         query = _whole(by_heads(plain, w["k_up"]), turning).mul_(self._query_factor)
         latent, turning = kept.split((spec.latent, spec.rope_dim), 1)
         key = _whole(self._norm(latent.contiguous(), w["k_norm"]), turning)
-        heads = torch.cat((query, key.unsqueeze(1)), 1)
-        mixed = cache.attend(self._kv_layer, heads, batch).transpose(0, 1)
-        halves = mixed.unflatten(2, (2, -1))[..., spec.rope_dim // 2 :]
-        return by_heads(halves.flatten(2), w["v_up"]).flatten(1)
+        return torch.cat((query, key.unsqueeze(1)), 1)
 
 
 def _whole(latent: torch.Tensor, turning: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,16 @@ from functools import partial
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
-from triforce_core.model.layers import Attention, LinearAttention, Mamba2, Mixer, Recurrent
+from triforce_core.model.layers import (
+    Attention,
+    LatentAttention,
+    LinearAttention,
+    Mamba2,
+    Mixer,
+    Recurrent,
+)
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
+from triforce_kernels.counts import cdiv
 from triforce_kernels.limits import (
     CAPPED_KEYS,
     CAPPED_ROWS,
@@ -84,7 +92,9 @@ def _layers_bytes(
     """
     hidden, largest = config.hidden, 0
     for spec in config.distinct_layers:
-        if isinstance(spec.mixer, Attention):
+        if isinstance(spec.mixer, LatentAttention):
+            mixer = _latent_bytes(spec.mixer, hidden, tokens, itemsize)
+        elif isinstance(spec.mixer, Attention):
             mixer = _attention_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
         else:
             mixer = _recurrent_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
@@ -143,6 +153,21 @@ def _attention_bytes(
         nbytes += tokens * (queries + 2 * keys) * itemsize
     if mixer.output_gate:
         nbytes += tokens * 2 * queries * itemsize
+    return nbytes
+
+
+def _latent_bytes(mixer: LatentAttention, hidden: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of latent attention without the operation between its projections: the first
+    projection, and either what becomes of it until there are queries, or these while plain
+    operations rotate them; and products of few rows by tiles, which have places without rows.
+    """
+    queries, projected = mixer.queries, mixer.shapes(hidden)["qkv"][0]
+    inner = mixer.heads * (mixer.key_dim + mixer.rope_dim) + 2 * mixer.query_rank
+    each = hidden + projected + max(inner + 2 * queries, 5 * queries) + 2 * mixer.head_dim
+    nbytes = tokens * each * itemsize
+    if tokens <= FEW_ROWS:
+        places = mixer.heads * cdiv(tokens, EXPERT_TILE) * EXPERT_TILE
+        nbytes += places * (max(mixer.latent, mixer.value_dim) * itemsize + 3 * 8)
     return nbytes
 
 
