@@ -82,7 +82,7 @@ def rope_into(
         values if the keys are the values too
     cos, sin: [tokens, head_dim]; a head's first half is paired with its second half
     key, value: [kv_heads, capacity, head_dim], written at start, start + 1, ...; the same tensor if
-        the keys are the values too (latent attention), which plain operations rotate
+        the keys are the values too (latent attention)
     start: a number, or [1] int64 on the device; the caller makes sure that there is room
     scale: [2, kv_heads, head_dim] float32, if key and value are int8 multiples of it (`rounding`),
         or [1, ...] for the same tensor; queries are then multiplied by the scale of the keys
@@ -122,8 +122,6 @@ def rope_into(
         start=start,
         scale=scale,
     )
-    if sides == 1:
-        return reference_rope_into(heads, cos, sin, key, value, start, scale)
     return implementation("rope_into", heads.device)(heads, cos, sin, key, value, start, scale)
 
 

@@ -166,7 +166,7 @@ def rope_into(
 ) -> torch.Tensor:
     tokens, count, head_dim = heads.shape
     kv_heads = key.shape[0]
-    queries = count - 2 * kv_heads
+    queries = count - kv_heads * (1 if value is key else 2)
     query = torch.empty((queries, tokens, head_dim), dtype=heads.dtype, device=heads.device)
     _rope_kernel[(tokens, count)](
         heads, cos, sin, query, key, value, start, cos if scale is None else scale,

@@ -12,7 +12,12 @@ from triforce_kernels.attention.attend_triton import attend_kernel, merge_kernel
 from triforce_kernels.attention.attention import Partial
 from triforce_kernels.attention.running import Running
 from triforce_kernels.attention.scoring import ScoreBuffer
-from triforce_kernels.attention.streaming_reference import reference_cache
+from triforce_kernels.attention.streaming_reference import (
+    reference_blocks,
+    reference_cache,
+    reference_splits,
+    reference_tail,
+)
 from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.limits import MOST_SPLITS, WHOLE_ROWS
 
@@ -21,6 +26,9 @@ _PROGRAMS_PER_PROCESSOR = 2
 _ALL_KEYS = 1 << 30
 # Queries of a tile where a query is to have the same bits beside any others.
 _SAME_ROWS = 64
+# Larger heads, of latent attention, have tiles of their own, and in float32 no kernel: two tiles do
+# not fit.
+_WIDEST = 512
 # Queries that a program merges.
 _MERGED_ROWS = 16
 
@@ -53,17 +61,27 @@ def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
         count, keys = min(count, 32), 16
     if count == 128:
         keys = 32
+    if width > _WIDEST:
+        # Of latent attention. Some variants spill up to 400 bytes a thread.
+        return Tile(16, 16, 8, 1)
     return Tile(count, keys, 8 if count * width >= 64 * 128 else 4, 2)
 
 
 def splits(query: torch.Tensor) -> int:
     """Return the number of splits of the keys: enough to fill the device."""
     kv_heads, rows, head_dim = query.shape
+    if not _computes(query):
+        return reference_splits(query)
     if same_bits.wanted():
         rows = 1
     programs = kv_heads * cdiv(rows, tile(rows, head_dim, query.dtype.itemsize).rows)
     wanted = cdiv(_PROGRAMS_PER_PROCESSOR * _processors(query.device), programs)
     return min(MOST_SPLITS, next_power_of_2(wanted))
+
+
+def _computes(query: torch.Tensor) -> bool:
+    """Whether there are kernels for these queries."""
+    return query.dtype.itemsize < 4 or query.shape[2] <= _WIDEST
 
 
 @cached
@@ -98,6 +116,9 @@ def blocks(
     scores: ScoreBuffer | None,
 ) -> None:
     """`streaming.attend_blocks`."""
+    if not _computes(query):
+        reference_blocks(running, query, key, value, scores)
+        return
     keys = key.shape[2]
     t = tile(query.shape[1], query.shape[2], query.dtype.itemsize)
     # Blocks that are no whole tiles are counted themselves.
@@ -116,6 +137,8 @@ def tail(
     scores: ScoreBuffer | None,
 ) -> Partial:
     """`streaming.attend_tail`."""
+    if not _computes(query):
+        return reference_tail(running, query, key, value, tokens, visible, scores)
     if keys := key.shape[1]:
         # A tile of more queries would spill in some variants.
         t = tile(min(query.shape[1], 64), query.shape[2], query.dtype.itemsize)
@@ -138,7 +161,8 @@ def cache(
     visible: torch.Tensor | None,
 ) -> Partial:
     """`streaming.attend_cache`."""
-    if visible is not None and window is not None and not same_bits.wanted():
+    tree_in_window = visible is not None and window is not None and not same_bits.wanted()
+    if tree_in_window or not _computes(query):
         return reference_cache(query, key, value, tokens, end, window, first, visible)
     rows, head_dim = query.shape[1:]
     # A tile of more rows of a tree would spill.

@@ -102,12 +102,14 @@ def rope_into(
     cos, sin = cos.contiguous(), sin.contiguous()
     tokens, count, head_dim = heads.shape
     kv_heads = key.shape[0]
-    out = heads.new_empty(count - 2 * kv_heads, tokens, head_dim)
+    queries = count - kv_heads * (1 if value is key else 2)
+    out = heads.new_empty(queries, tokens, head_dim)
     call = Rope()
     call.x, call.cos, call.sin = (each.data_ptr() for each in (heads, cos, sin))
     call.key, call.value, call.out = (each.data_ptr() for each in (key, value, out))
     call.format, call.tokens, call.heads = DENSE[heads.dtype], tokens, count
-    call.kv_heads, call.head_dim, call.start = kv_heads, head_dim, start
+    call.queries, call.kv_heads = queries, kv_heads
+    call.head_dim, call.start = head_dim, start
     call.x_row, call.x_head = heads.stride()[:2]
     call.key_head, call.key_row = key.stride()[:2]
     call.value_head, call.value_row = value.stride()[:2]

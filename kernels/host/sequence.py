@@ -235,6 +235,7 @@ class Sequence:
         rope = Rope(
             format=_F32,
             heads=heads + 2 * kv_heads,
+            queries=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             x_row=qkv.width,

@@ -154,8 +154,9 @@ class Rope(ctypes.Structure):
 
     _fields_ = (
         *((name, _Address) for name in ("x", "cos", "sin", "key", "value", "out")),
-        *((name, _Long) for name in ("format", "tokens", "heads", "kv_heads", "head_dim")),
-        *((name, _Long) for name in ("start", "x_row", "x_head", "key_head", "key_row")),
+        *((name, _Long) for name in ("format", "tokens", "heads", "queries", "kv_heads")),
+        *((name, _Long) for name in ("head_dim", "start", "x_row", "x_head")),
+        *((name, _Long) for name in ("key_head", "key_row")),
         *((name, _Long) for name in ("value_head", "value_row")),
     )
 

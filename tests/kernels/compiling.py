@@ -160,6 +160,8 @@ ATTENTION = {
     "gemma4-31b": Attention(4, 8, 17, 512, torch.bfloat16, 8),
     "gemma4-31b, one token": Attention(4, 8, 1, 512, torch.bfloat16, 8),
     "gemma4-31b, float32": Attention(4, 8, 17, 512, torch.float32, 8),
+    "glm-4.7-flash": Attention(1, 20, 17, 576, torch.bfloat16, 8),
+    "glm-4.7-flash, one token": Attention(1, 20, 1, 576, torch.bfloat16, 8),
 }
 
 
@@ -218,6 +220,11 @@ def launch_others(dtype: torch.dtype) -> None:
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache[:], start)
         whole, scale = cache.to(torch.int8), empty(2, 32, 128, dtype=torch.float32)
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), whole, whole[:], start, scale)
+        one, scale = empty(1, 4224, 576), empty(1, 1, 576, dtype=torch.float32)
+        angles = empty(17, 576)
+        rope_into(empty(17, 21, 576), angles, angles, one, one, start)
+        whole = one.to(torch.int8)
+        rope_into(empty(17, 21, 576), angles, angles, whole, whole, start, scale)
     swiglu(empty(17, 22016))
     geglu(empty(17, 22016))
     scores, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)
@@ -229,6 +236,11 @@ def launch_others(dtype: torch.dtype) -> None:
     gather_chunks(moves, ChunkSource(torch.zeros(2, 129, dtype=torch.int64), 1024, 1100), target)
     whole = torch.empty(target.shape, dtype=torch.int8)
     round_chunks(moves, target, empty(2, 2, 32, 128, dtype=torch.float32), whole)
+    one = empty(2, 1, 1, 512, 8, 576)
+    some = moves[:, :1].contiguous()
+    gather_chunks(some, ChunkSource(torch.zeros(2, 129, dtype=torch.int64), 1024, 1100), one)
+    whole = torch.empty(one.shape, dtype=torch.int8)
+    round_chunks(some, one, empty(2, 1, 1, 576, dtype=torch.float32), whole)
     logits = empty(17, 32000, dtype=torch.float32)
     for temperature, top_k, top_p in ((0, 0, 1.0), (0.6, 0, 0.9), (1.0, 50, 1.0), (1.0, 50, 0.9)):
         distribution(logits, temperature, top_k, top_p)

@@ -15,9 +15,12 @@ LAYERS, HEADS, BLOCK, TAIL, CHUNK, SLOTS = 2, 3, 32, 50, 8, 7
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [16, 20])
 @pytest.mark.parametrize("blocks", [0, 3])
-def test_chunks_come_from_blocks_and_from_the_tail(backend, draw, dtype, head_dim, blocks) -> None:
+@pytest.mark.parametrize("sides", [1, 2])
+def test_chunks_come_from_blocks_and_from_the_tail(
+    backend, draw, dtype, head_dim, blocks, sides
+) -> None:
     stored = [
-        [draw(2, HEADS, n, head_dim).to(dtype) for n in (*[BLOCK] * blocks, TAIL)]
+        [draw(sides, HEADS, n, head_dim).to(dtype) for n in (*[BLOCK] * blocks, TAIL)]
         for _ in range(LAYERS)
     ]
     if backend == REFERENCE:  # which reads with the processor
@@ -26,7 +29,7 @@ def test_chunks_come_from_blocks_and_from_the_tail(backend, draw, dtype, head_di
     generator = torch.Generator().manual_seed(1)
     most = blocks * BLOCK // CHUNK + TAIL // CHUNK
     moves = torch.randint(-1, most, (LAYERS, HEADS, SLOTS), generator=generator)
-    rows = torch.full((LAYERS, 2, HEADS, SLOTS * CHUNK + 5, head_dim), 7, dtype=dtype)
+    rows = torch.full((LAYERS, sides, HEADS, SLOTS * CHUNK + 5, head_dim), 7, dtype=dtype)
     expected = rows.clone()
     for layer in range(LAYERS):
         text = torch.cat(stored[layer], 2).cpu()

@@ -107,6 +107,27 @@ def test_rope_puts_whole_numbers_in_place(
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_rope_of_keys_that_are_the_values_too(backend, draw, on_device, whole, dtype) -> None:
+    heads, angles = draw(5, 6, 80, dtype=dtype), draw(5, 80)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    kind = torch.int8 if whole else dtype
+    cache = torch.full((3, 1, 20, 84), 5, dtype=kind, device=DEVICE)
+    scale = draw(2, 1, 80, dtype=torch.float32).abs() / 60 + 1e-3 if whole else None
+    key, value, both = cache[..., :80]
+    start = torch.tensor([9], device=DEVICE) if on_device else 9
+    # A key more in place of a value.
+    apart = torch.cat((heads, heads[:, -1:]), 1)
+    expected = rope_into(apart, cos, sin, key, value, start, scale)
+    one = None if scale is None else scale[:1].contiguous()
+    assert torch.equal(rope_into(heads, cos, sin, both, both, start, one), expected)
+    assert torch.equal(both, key)
+    cache[..., 9:14, :80] = 5
+    assert (cache == 5).all(), "nothing else is written"
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("shape", [(1, 96), (5, 1500)])
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gated(backend, draw, shape, dtype, gelu) -> None:

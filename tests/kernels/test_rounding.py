@@ -30,18 +30,19 @@ def test_zeros_have_a_scale() -> None:
 
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize(("chunk", "head_dim"), [(8, 64), (4, 80), (1, 128), (64, 40)])
+@pytest.mark.parametrize("sides", [1, 2])
 def test_chunks_are_rounded_where_they_are_moved_and_nowhere_else(
-    backend, draw, chunk, head_dim, dtype
+    backend, draw, chunk, head_dim, dtype, sides
 ) -> None:
     layers, kv_heads, slots = 3, 2, 5
     # Both lie in larger buffers, the target among the chunks of a cache.
-    room = draw(layers + 1, 2, kv_heads, slots, chunk, head_dim, dtype=dtype)
+    room = draw(layers + 1, sides, kv_heads, slots, chunk, head_dim, dtype=dtype)
     numbers = room[:layers]
     cache = torch.full(
-        (layers, 2, kv_heads, slots * chunk + 7, head_dim), 5, dtype=torch.int8, device=DEVICE
+        (layers, sides, kv_heads, slots * chunk + 7, head_dim), 5, dtype=torch.int8, device=DEVICE
     )
     target = cache[:, :, :, : slots * chunk].unflatten(3, (slots, chunk))
-    scale = draw(layers, 2, kv_heads, head_dim, dtype=torch.float32).abs() / 60 + 1e-3
+    scale = draw(layers, sides, kv_heads, head_dim, dtype=torch.float32).abs() / 60 + 1e-3
     moves = torch.full((layers, kv_heads, slots), -1, device=DEVICE)
     moves[0, 1, 2] = moves[1, :, 0] = moves[2, 0] = 9
     moved = (moves >= 0)[:, None, :, :, None, None]

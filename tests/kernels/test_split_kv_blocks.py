@@ -202,16 +202,17 @@ def test_chunks_are_the_numbers_but_for_exceptions() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "chunk"), [(16, 8), (20, 8), (16, 40)])
+@pytest.mark.parametrize("sides", [1, 2])
 def test_chunks_are_gathered_from_blocks_and_from_the_tail(
-    backend, head_dim: int, chunk: int
+    backend, head_dim: int, chunk: int, sides: int
 ) -> None:
     layers, kv_heads, blocks, tokens, tail_tokens, slots = 2, 2, 2, 40, 80, 5
-    shape = KVShape(layers, kv_heads, head_dim, tokens, torch.bfloat16, split=True)
+    shape = KVShape(layers, kv_heads, head_dim, tokens, torch.bfloat16, split=True, sides=sides)
     device = torch.device("cpu") if backend == REFERENCE else DEVICE
-    made = normal(2 * kv_heads, layers * (blocks * tokens + tail_tokens), head_dim).to(device)
+    made = normal(sides * kv_heads, layers * (blocks * tokens + tail_tokens), head_dim).to(device)
     # Without exceptions, which chunks come without.
     made = made.where(made.abs() > 0.01, 0.5)
-    texts = made.view(2, kv_heads, layers, -1, head_dim).unbind(2)
+    texts = made.view(sides, kv_heads, layers, -1, head_dim).unbind(2)
     stored = SplitBlocks(shape, torch.empty(shape.scratch_bytes, dtype=torch.uint8, device=device))
     kept: list[list[torch.Tensor]] = []
     for text in texts:
@@ -227,7 +228,7 @@ def test_chunks_are_gathered_from_blocks_and_from_the_tail(
     moves = torch.randint(
         -1, most, (layers, kv_heads, slots), generator=torch.Generator().manual_seed(1)
     )
-    rows = torch.full((layers, 2, kv_heads, slots * chunk + 3, head_dim), 7.0).bfloat16()
+    rows = torch.full((layers, sides, kv_heads, slots * chunk + 3, head_dim), 7.0).bfloat16()
     expected = rows.clone()
     for layer, head, slot in (moves >= 0).nonzero().tolist():
         first = int(moves[layer, head, slot]) * chunk

@@ -235,4 +235,9 @@ def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
             "--same-bits on is not supported for recurrent layers on a GPU: their rounding depends "
             "on the number of rows there"
         )
+    if device.kernels and sizes.config.attention.sides == 1:
+        raise UsageError(
+            "--same-bits on is not supported for latent attention on a GPU: its kernels were not "
+            "checked for that"
+        )
     return replace(sizes, same_bits=True)

@@ -131,13 +131,13 @@ typedef struct {
 } Gate;
 
 /* Rotates queries and keys of x [tokens, heads, head_dim]: queries, then `kv_heads` keys, then as
-   many values. Queries go to out [query heads, tokens, head_dim], keys and values to caches from
+   many values or none. Queries go to out [queries, tokens, head_dim], keys and values to caches from
    token `start`. cos, sin: [tokens, head_dim] */
 typedef struct {
     const uint8_t *x, *cos, *sin;
     uint8_t *key, *value, *out;
-    int64_t format, tokens, heads, kv_heads, head_dim, start, x_row, x_head, key_head, key_row,
-        value_head, value_row;
+    int64_t format, tokens, heads, queries, kv_heads, head_dim, start, x_row, x_head, key_head,
+        key_row, value_head, value_row;
 } Rope;
 
 /* Rows of the gated delta rule or of Mamba-2, and a state [heads, key_dim, value_dim] before them.

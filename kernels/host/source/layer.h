@@ -158,10 +158,10 @@ INLINE void rotate_head(const Rope *p, int64_t format, int64_t token, const uint
 }
 
 INLINE void rope_token(const Rope *p, int64_t format, int64_t token) {
-    int64_t size = size_of(format), queries = p->heads - 2 * p->kv_heads;
+    int64_t size = size_of(format);
     for (int64_t head = 0; head < p->heads; head++) {
         const uint8_t *x = p->x + (token * p->x_row + head * p->x_head) * size;
-        int64_t kv = head - queries, place = p->start + token;
+        int64_t kv = head - p->queries, place = p->start + token;
         if (kv < 0)
             rotate_head(p, format, token, x, p->out + (head * p->tokens + token) * p->head_dim * size,
                         1);

@@ -18,6 +18,7 @@ from triforce_core.model.feed_forward import EXPERT_PARTS, Experts
 from triforce_core.model.layers import (
     Attention,
     Keeps,
+    LatentAttention,
     LayerSpec,
     LinearAttention,
     Mixer,
@@ -30,6 +31,7 @@ from triforce_core.plan.simulation.launches import (
     DISTRIBUTION_BYTES,
     EXPERT_LAUNCHES,
     FUSED,
+    LATENT_LAUNCHES,
     LAW_PASSES,
     LAW_SEARCH_STEPS,
     LAW_STEP_NUMBERS,
@@ -92,8 +94,11 @@ class Costs:
         rotated = mixer.queries + mixer.keys
         touched = NORM_TOUCHES * self.config.hidden + ROTATE_TOUCHES * rotated
         work = self._product(tokens, self.elements[0], matrices.qkv, matrices.layer_read)
-        work += self._touch(tokens, touched, launches.small_before)
-        layer = self._launched(work, launches.before, recorded)
+        more = 0
+        if isinstance(mixer, LatentAttention):
+            more = LATENT_LAUNCHES[self.hardware.asynchronous]
+        work += self._touch(tokens, touched, launches.small_before + more)
+        layer = self._launched(work, launches.before + more, recorded)
         if mixer.norm_over_heads:
             # GPUs sum the squares of queries and of keys.
             layer += self._told(4 * 2 * (tokens + 1))
