@@ -209,8 +209,10 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
 
 def _of_head(head: dict[str, torch.Tensor], config: object) -> dict[str, np.ndarray]:
     """The tensors of an MTP head as the converter stores them: as one more layer."""
-    layers, folded = config.num_hidden_layers, config.model_type != "glm4_moe"
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layers + 1)
+    layers, latent = config.num_hidden_layers, hasattr(config, "kv_lora_rank")
+    folded = not latent and config.model_type != "glm4_moe"
+    known = gguf.MODEL_ARCH.DEEPSEEK2 if latent else gguf.MODEL_ARCH.QWEN35
+    names = gguf.get_tensor_name_map(known, layers + 1)
     others = {
         "mtp.fc.weight": "eh_proj",
         "mtp.pre_fc_norm_embedding.weight": "enorm",
@@ -224,6 +226,9 @@ def _of_head(head: dict[str, torch.Tensor], config: object) -> dict[str, np.ndar
             tensors[f"blk.{layers}.nextn.{others[name]}.weight"] = array
         else:
             whole = name.replace("mtp.layers.0.", f"model.layers.{layers}.")
+            if whole.endswith("kv_b_proj.weight"):
+                tensors |= latent_tensors(config, str(layers), array)
+                continue
             of_experts = expert_tensors(whole, array)
             tensors |= of_experts or {names.get_name(whole, (".weight",)): array}
     return tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -122,12 +123,16 @@ def add_head(directory: Path, model: torch.nn.Module, seed: int = 0) -> dict[str
     shapes |= {f"mtp.{name}.weight": torch.Size((width,)) for name in norms}
     head = {n: torch.randn(shape, generator=generator) * 0.2 for n, shape in shapes.items()}
     stored = head
-    if model.config.model_type == "glm4_moe":
+    if model.config.model_type in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"):
         stored = as_further_layer(head, model.config.num_hidden_layers)
         # It has the model's own, once more.
         own = f"model.layers.{model.config.num_hidden_layers}."
         stored[f"{own}embed_tokens.weight"] = held["model.embed_tokens.weight"].clone()
         stored[f"{own}shared_head.head.weight"] = held["lm_head.weight"].clone()
+        about = json.loads((directory / "config.json").read_text())
+        # transformers does not write it for some.
+        about["num_nextn_predict_layers"] = 1
+        (directory / "config.json").write_text(json.dumps(about))
     save_file(held | stored, directory / "model.safetensors", metadata={"format": "pt"})
     return head
 

@@ -68,6 +68,8 @@ class TheirHead:
             config.layer_types = ["full_attention"] * len(kinds)
         # A head has experts, whatever the first layers of a model have.
         config.first_k_dense_replace = 0
+        if kinds := getattr(config, "mlp_layer_types", None):
+            config.mlp_layer_types = ["sparse"] * len(kinds)
         head = MtpLayer(config, type(layer), type(layer.input_layernorm), 0)
         renamed = {
             "mtp.fc.": "eh_proj.",
@@ -145,6 +147,9 @@ def test_the_head_computes_what_transformers_does(headed) -> None:
         ("qwen3_next-moe", "apart"),
         ("glm4_moe", "apart"),
         ("glm4_moe", "gguf"),
+        ("glm4_lite-moe", "apart"),
+        ("glm4_lite-moe", "gguf"),
+        ("deepseek_v3-moe", "apart"),
     ],
 )
 def test_so_does_a_head_with_experts(tmp_path, family: str, files: str) -> None:

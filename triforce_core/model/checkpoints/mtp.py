@@ -46,7 +46,8 @@ _QWEN = HeadNames(
 
 _GGUF_NORM = "shared_head_norm"
 # Families whose published files have a head.
-_PUBLISHED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe")
+_PUBLISHED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe", "glm4_moe_lite")
+_PUBLISHED += ("deepseek_v3",)
 
 
 def like_head(config: ModelConfig) -> int:
