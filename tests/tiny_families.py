@@ -269,7 +269,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     # Latent attention: with a rank of queries or without, and YaRN that makes scores sharper.
-    "deepseek_v2-moe": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "n_shared_experts": 2}),
+    # The first has vectors of the size of its queries.
+    "deepseek_v2-moe": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "kv_lora_rank": 16, "n_shared_experts": 2},
+    ),
     "deepseek_v3-moe": (
         "DeepseekV3",
         {

@@ -94,7 +94,7 @@ class FusedLayer:
         whole = None
         # The mixer of an EAGLE-3 head takes other rows than those that it adds to.
         alike = hidden.width == w["o"].shape[0]
-        if alike and isinstance(spec.mixer, Attention) and _plain(spec.mixer):
+        if alike and type(spec.mixer) is Attention and _plain(spec.mixer):
             calls = _whole(spec, spec.mixer, norm, w)
             whole = WholeLayer(calls, place, has_window=spec.mixer.window is not None)
         return cls(before, after, whole)
