@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from triforce_kernels.attention.attention import PLAIN, Softmax
 from triforce_kernels.attention.dense import DenseKeys
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +105,16 @@ class ForwardBatch:
             if parent >= 0:
                 seen[row] |= seen[parent]
         return seen.to(self.positions.device)
+
+    def once(self, key: Hashable, made: Callable[[], T]) -> T:
+        """Return what `made` returned for a key, which all layers of a forward share."""
+        if key not in self._made:
+            self._made[key] = made()
+        return self._made[key]
+
+    @cached_property
+    def _made(self) -> dict[Hashable, Any]:
+        return {}
 
     def lineage(self, count: int) -> torch.Tensor:
         """Return the `count` rows that end with each row, each following the one before it:

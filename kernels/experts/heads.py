@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from triforce_kernels import same_bits
@@ -14,11 +16,27 @@ from triforce_kernels.weights.linear import Weight, linear, rows_of
 from triforce_kernels.weights.tiles import Tiles
 
 
-def by_heads(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+class HeadTiles(NamedTuple):
+    """`Tiles.order` and `Tiles.experts` of up to FEW_ROWS rows, head after head."""
+
+    order: torch.Tensor
+    experts: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: int, heads: int, device: torch.device) -> HeadTiles:
+        tiles = cdiv(min(rows, FEW_ROWS), EXPERT_TILE)
+        place = torch.arange(tiles * EXPERT_TILE, device=device)
+        first = torch.arange(0, heads * rows, rows, device=device).unsqueeze(1)
+        order = (first + place).masked_fill_(place >= rows, -1).flatten()
+        return cls(order, torch.arange(heads, device=device).repeat_interleave(tiles))
+
+
+def by_heads(x: torch.Tensor, weight: Weight, tiles: HeadTiles | None = None) -> torch.Tensor:
     """Multiply the vectors of each head by its own transposed matrix: [rows, heads, out].
 
     x: [rows, heads, in]
     weight: [heads * out, in], the matrices one above the other
+    tiles: of these rows and heads, if they are at hand
 
     Heads are to few rows what experts are that every row chose. Raises ValueError.
     """
@@ -32,22 +50,19 @@ def by_heads(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if backend(x.device) == REFERENCE or x.dtype == torch.float64 or kernel_of(weight) is None:
         return _one_by_one(x, weight)
     if rows <= FEW_ROWS:
-        return _in_tiles(x, weight)
+        return _in_tiles(x, weight, tiles)
     if same_bits.wanted() and backend(x.device) == TRITON:
         # Products with one head after another have other tiles.
         return torch.cat([_in_tiles(part, weight) for part in x.split(FEW_ROWS)])
     return _one_by_one(x, weight)
 
 
-def _in_tiles(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    (rows, heads, size), device = x.shape, x.device
-    columns, tiles = weight.shape[0] // heads, cdiv(rows, EXPERT_TILE)
-    first = torch.arange(0, heads * rows, rows, device=device).unsqueeze(1)
-    place = torch.arange(tiles * EXPERT_TILE, device=device)
-    order = (first + place).masked_fill_(place >= rows, -1).flatten()
-    which = torch.arange(heads, device=device).repeat_interleave(tiles)
+def _in_tiles(x: torch.Tensor, weight: Weight, tiles: HeadTiles | None = None) -> torch.Tensor:
+    rows, heads, size = x.shape
+    columns = weight.shape[0] // heads
+    tiles = tiles or HeadTiles.of(rows, heads, x.device)
     by_head = x.transpose(0, 1).reshape(heads * rows, size)
-    out = product(by_head, weight, Tiles(EXPERT_TILE, columns, order, which))
+    out = product(by_head, weight, Tiles(EXPERT_TILE, columns, *tiles))
     return out.view(heads, -1, columns)[:, :rows].transpose(0, 1)
 
 

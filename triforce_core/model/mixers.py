@@ -19,7 +19,7 @@ from triforce_core.model.layers import (
 from triforce_core.model.norms import Norm
 from triforce_kernels.attention.attention import Softmax
 from triforce_kernels.elementwise import sigmoid, softplus
-from triforce_kernels.experts.heads import by_heads
+from triforce_kernels.experts.heads import HeadTiles, by_heads
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_kernels.recurrent.gates import (
@@ -156,11 +156,15 @@ class LatentMixer:
     ) -> torch.Tensor:
         """MixerLayer.__call__."""
         # No temporary has a name here, which would keep it longer than it is needed.
-        mixed = cache.attend(self._kv_layer, self._heads(w, projected), batch)
-        halves = mixed.transpose(0, 1).unflatten(2, (2, -1))[..., self._spec.rope_dim // 2 :]
-        return by_heads(halves.flatten(2), w["v_up"]).flatten(1)
+        spec, device = self._spec, projected.device
+        tiles = batch.once(
+            (spec.heads, device), lambda: HeadTiles.of(batch.rows, spec.heads, device)
+        )
+        mixed = cache.attend(self._kv_layer, self._heads(w, projected, tiles), batch)
+        halves = mixed.transpose(0, 1).unflatten(2, (2, -1))[..., spec.rope_dim // 2 :]
+        return by_heads(halves.flatten(2), w["v_up"], tiles).flatten(1)
 
-    def _heads(self, w: Views, projected: torch.Tensor) -> torch.Tensor:
+    def _heads(self, w: Views, projected: torch.Tensor, tiles: HeadTiles) -> torch.Tensor:
         """Return queries, and last the vector that a token keeps, [rows, heads + 1, head_dim]."""
         spec = self._spec
         queries, kept = projected.tensor_split((-spec.head_dim,), 1)
@@ -168,7 +172,7 @@ class LatentMixer:
             queries = linear(self._norm(queries.contiguous(), w["q_norm"]), w["q_up"])
         queries = queries.reshape(len(projected), spec.heads, -1)
         plain, turning = queries.split((spec.key_dim, spec.rope_dim), 2)
-        query = _whole(by_heads(plain, w["k_up"]), turning).mul_(self._query_factor)
+        query = _whole(by_heads(plain, w["k_up"], tiles), turning).mul_(self._query_factor)
         latent, turning = kept.split((spec.latent, spec.rope_dim), 1)
         key = _whole(self._norm(latent.contiguous(), w["k_norm"]), turning)
         return torch.cat((query, key.unsqueeze(1)), 1)

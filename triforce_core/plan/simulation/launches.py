@@ -93,9 +93,9 @@ CONVOLVE_LAUNCHES, RECUR_LAUNCHES = (12, 3), (75, 5)
 # experts, divide rows into tiles and sum, and the activation (`experts.grouped`).
 EXPERT_LAUNCHES = (11, 6)
 # Further launches of latent attention, in PyTorch, views included, and in Triton: copies and norms
-# of parts of what is projected, two products by heads with the order of their rows, one of queries,
-# and what puts vectors together (`model/mixers.LatentMixer`, `experts/heads`).
-LATENT_LAUNCHES = (90, 29)
+# of parts of what is projected, two products by heads, one of queries, and what puts vectors
+# together (`model/mixers.LatentMixer`, `experts/heads`).
+LATENT_LAUNCHES = (65, 17)
 NORM_PARTS = ("input_norm", "qkv")
 
 
