@@ -1,0 +1,171 @@
+"""Latent attention: published configs, what is refused, and matrices that are stored transposed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import make_model
+
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
+from triforce_core.model.checkpoints.gguf_fields import OWN_FIELDS
+from triforce_core.model.families.hf import from_hf
+from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.feed_forward import Scores
+from triforce_core.model.sharing.share import Share
+from triforce_core.model.tensors import dense_layouts, kv_shape
+from triforce_kernels.weights.split_bf16 import SplitBF16Weight, decode
+from triforce_offload.errors import UnsupportedModelError, UsageError
+from triforce_offload.weights.formats import DTYPES, SplitBF16
+
+# As published, without fields that say nothing of the layers.
+GLM = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "partial_rotary_factor": 1.0,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 47,
+    "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "billions", "token_bytes"), [(GLM, 29.9, 54_144), (V2_LITE, 15.7, 31_104)]
+)
+def test_published_configs_have_the_published_sizes(raw, billions, token_bytes) -> None:
+    config = from_hf(raw, {})
+    dtype = DTYPES["bfloat16"]
+    assert dense_layouts(config, dtype).nbytes / 2e9 == pytest.approx(billions, rel=0.01)
+    shape = kv_shape(config, 16, dtype)
+    assert shape.token_bytes * shape.layers == token_bytes
+    assert config.rope.rotated(config.attention.head_dim) == 64
+    assert [spec.mlp.active for spec in config.layers[:2]] == [0, raw["num_experts_per_tok"]]
+
+
+def test_scores_are_scaled_and_routed_as_published() -> None:
+    glm, lite = from_hf(GLM, {}), from_hf(V2_LITE, {})
+    assert glm.attention.scale == pytest.approx(256**-0.5)
+    # DeepSeek's softmax_scale: 192 ** -0.5 times the square of yarn_get_mscale(40, 0.707).
+    assert lite.attention.scale == pytest.approx(192**-0.5 * 1.2608038**2)
+    assert glm.layers[-1].mlp.router.scores is Scores.SIGMOID
+    assert lite.layers[-1].mlp.router.scores is Scores.SOFTMAX
+    assert lite.layers[-1].mlp.shared == 2 * 1408
+
+
+@pytest.mark.parametrize(
+    ("raw", "change", "named"),
+    [
+        (GLM, {"attention_bias": True}, "attention_bias"),
+        (GLM, {"rope_interleave": False}, "rope_interleave"),
+        (GLM, {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        (GLM, {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (V2_LITE, {"topk_method": "group_limited_greedy"}, "group_limited_greedy"),
+        (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob"),
+        (V2_LITE, {"scoring_func": "sqrtsoftplus"}, "sqrtsoftplus"),
+        (
+            GLM,
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "FP8 weights are not supported in a model with latent attention",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused(raw: dict, change: dict, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        from_hf(raw | change, {})
+
+
+def test_heads_are_not_divided_over_gpus() -> None:
+    with pytest.raises(UsageError, match="latent attention run on one GPU only"):
+        Share.of(from_hf(GLM, {}), 0, 2)
+
+
+def test_gguf_files_with_keys_and_values_in_one_matrix_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"attention\.key_length_mla"):
+        OWN_FIELDS["deepseek2"](Fields({"block_count": 3}, "old.gguf"), frozenset())
+
+
+def test_matrices_of_keys_are_transposed_in_any_format(tmp_path) -> None:
+    model = make_model("glm4_lite-moe", tmp_path)
+    stored = model.model.layers[1].self_attn.kv_b_proj.weight.detach()
+    mixer = open_checkpoint(tmp_path).config.attention
+    heads = stored.view(mixer.heads, -1, mixer.latent)
+    keys = heads[:, : mixer.key_dim].transpose(1, 2).reshape(-1, mixer.key_dim)
+    values = heads[:, mixer.key_dim :].reshape(-1, mixer.latent)
+    checkpoint = open_checkpoint(tmp_path)
+    for name, expected in (("k_up", keys), ("v_up", values)):
+        dense = torch.empty(expected.shape)
+        checkpoint.read(f"layers.1.{name}", dense)
+        assert torch.equal(dense, expected)
+        form = SplitBF16(*expected.shape)
+        split = form.view(torch.zeros(form.nbytes, dtype=torch.uint8))
+        assert isinstance(split, SplitBF16Weight)
+        checkpoint.read(f"layers.1.{name}", split)
+        assert torch.equal(decode(split), expected.bfloat16())
+    checkpoint.close()
