@@ -62,7 +62,7 @@ def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
     if count == 128:
         keys = 32
     if width > _WIDEST:
-        # Of latent attention. Some variants spill up to 400 bytes a thread.
+        # Of latent attention. Some variants spill up to 352 bytes a thread.
         return Tile(16, 16, 8, 1)
     return Tile(count, keys, 8 if count * width >= 64 * 128 else 4, 2)
 
