@@ -201,7 +201,8 @@ class Cache(Protocol):
     ) -> torch.Tensor:
         """Rotate queries and keys, append keys and values to the context, and attend.
 
-        qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys and values of the batch's rows
+        qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys and values of the batch's rows;
+            without values if the keys are the values too
         batch: the forward batch, with its rotation. Parts of one forward batch come in order, layer
             by layer
         softmax: what the softmax has beyond a plain one

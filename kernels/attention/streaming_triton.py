@@ -44,8 +44,9 @@ class Tile(NamedTuple):
 
 def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
     """Choose tiles so that keys and values of two tiles load at once within the 99 KiB of shared
-    memory that a program has on an RTX 3090 or 4090, and nothing spills from registers. Where a row
-    is to have the same bits beside any others, the number of rows does not matter.
+    memory that a program has on an RTX 3090 or 4090, and nothing spills from registers; of large
+    heads one tile, and some variants spill. Where a row is to have the same bits beside any others,
+    the number of rows does not matter.
 
     float32 is multiplied exactly, without tensor cores, from registers, so its tiles are small.
     """

@@ -24,7 +24,7 @@ class HeadTiles(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, heads: int, device: torch.device) -> HeadTiles:
-        tiles = cdiv(min(rows, FEW_ROWS), EXPERT_TILE)
+        tiles = cdiv(rows, EXPERT_TILE)
         place = torch.arange(tiles * EXPERT_TILE, device=device)
         first = torch.arange(0, heads * rows, rows, device=device).unsqueeze(1)
         order = (first + place).masked_fill_(place >= rows, -1).flatten()
@@ -61,7 +61,7 @@ def _in_tiles(x: torch.Tensor, weight: Weight, tiles: HeadTiles | None = None) -
     rows, heads, size = x.shape
     columns = weight.shape[0] // heads
     tiles = tiles or HeadTiles.of(rows, heads, x.device)
-    by_head = x.transpose(0, 1).reshape(heads * rows, size)
+    by_head = x.transpose(0, 1).contiguous().view(heads * rows, size)
     out = product(by_head, weight, Tiles(EXPERT_TILE, columns, *tiles))
     return out.view(heads, -1, columns)[:, :rows].transpose(0, 1)
 

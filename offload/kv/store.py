@@ -217,8 +217,9 @@ class KVStore:
     def fill(self, layer: int, keys_values: torch.Tensor, tokens: int, *, last: bool) -> None:
         """Store a layer's KV of a sequence that begins with the kept context.
 
-        keys_values: [2, kv_heads, whole sequence, head_dim], of which the first `tokens` are valid:
-            the blocks that they complete are evicted meanwhile. last: whether these are all tokens
+        keys_values: [sides, kv_heads, whole sequence, head_dim], of which the first `tokens` are
+            valid: the blocks that they complete are evicted meanwhile
+        last: whether these are all tokens
         The layers of a sequence are filled one by one; `commit_fill` then sets the length. Raises
         RuntimeError if `tokens` is less than what was filled.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from triforce_core.model.norms import Norm
 from triforce_kernels.attention.attention import Softmax
 from triforce_kernels.elementwise import sigmoid, softplus
 from triforce_kernels.experts.heads import HeadTiles, by_heads
+from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_kernels.recurrent.gates import (
@@ -156,15 +158,15 @@ class LatentMixer:
     ) -> torch.Tensor:
         """MixerLayer.__call__."""
         # No temporary has a name here, which would keep it longer than it is needed.
-        spec, device = self._spec, projected.device
-        tiles = batch.once(
-            (spec.heads, device), lambda: HeadTiles.of(batch.rows, spec.heads, device)
-        )
+        spec, device, tiles = self._spec, projected.device, None
+        if batch.rows <= FEW_ROWS:
+            made = partial(HeadTiles.of, batch.rows, spec.heads, device)
+            tiles = batch.once((spec.heads, device), made)
         mixed = cache.attend(self._kv_layer, self._heads(w, projected, tiles), batch)
         halves = mixed.transpose(0, 1).unflatten(2, (2, -1))[..., spec.rope_dim // 2 :]
         return by_heads(halves.flatten(2), w["v_up"], tiles).flatten(1)
 
-    def _heads(self, w: Views, projected: torch.Tensor, tiles: HeadTiles) -> torch.Tensor:
+    def _heads(self, w: Views, projected: torch.Tensor, tiles: HeadTiles | None) -> torch.Tensor:
         """Return queries, and last the vector that a token keeps, [rows, heads + 1, head_dim]."""
         spec = self._spec
         queries, kept = projected.tensor_split((-spec.head_dim,), 1)

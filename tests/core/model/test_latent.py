@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import make_model
+from gguf_files import write_gguf
+from helpers import make_model, random_ids
+from oracle import assert_equal_but_for_ties, greedy
 
+from triforce_core import Engine
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.checkpoints.gguf_fields import OWN_FIELDS
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.feed_forward import Scores
+from triforce_core.model.known.mixes import pieces_of
 from triforce_core.model.sharing.share import Share
 from triforce_core.model.tensors import dense_layouts, kv_shape
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, decode
-from triforce_offload.errors import UnsupportedModelError, UsageError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 from triforce_offload.weights.formats import DTYPES, SplitBF16
 
 # As published, without fields that say nothing of the layers.
@@ -128,6 +132,7 @@ def test_scores_are_scaled_and_routed_as_published() -> None:
         (GLM, {"moe_layer_freq": 2}, "moe_layer_freq"),
         (V2_LITE, {"topk_method": "group_limited_greedy"}, "group_limited_greedy"),
         (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob"),
+        (V2_LITE, {"n_group": 8}, "n_group"),
         (V2_LITE, {"scoring_func": "sqrtsoftplus"}, "sqrtsoftplus"),
         (
             GLM,
@@ -146,9 +151,51 @@ def test_heads_are_not_divided_over_gpus() -> None:
         Share.of(from_hf(GLM, {}), 0, 2)
 
 
-def test_gguf_files_with_keys_and_values_in_one_matrix_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"attention\.key_length_mla"):
-        OWN_FIELDS["deepseek2"](Fields({"block_count": 3}, "old.gguf"), frozenset())
+def test_odd_parts_of_vectors_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="kv_lora_rank 511 and qk_rope_head_dim 65 must be"):
+        from_hf(GLM | {"kv_lora_rank": 511, "qk_rope_head_dim": 65}, {})
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({}, r"attention\.key_length_mla"),
+        (
+            {"attention.key_length_mla": 256, "attention.temperature_scale": 0.1},
+            r"attention\.temperature_scale",
+        ),
+    ],
+)
+def test_gguf_files_that_would_be_computed_wrongly_are_refused(more: dict, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        OWN_FIELDS["deepseek2"](Fields({"block_count": 3} | more, "m.gguf"), frozenset())
+
+
+def test_gguf_files_of_softmax_routers_with_groups_are_refused(tiny, tmp_path) -> None:
+    """Of DeepSeek-V2 with 236 billion parameters."""
+    write_gguf(
+        tiny("deepseek_v2-moe")[1],
+        tmp_path / "m.gguf",
+        describe=lambda writer: writer.add_expert_group_count(4),
+    )
+    with pytest.raises(UnsupportedModelError, match="n_group 4"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_gguf_files_without_experts_are_read(tmp_path) -> None:
+    model = make_model("glm4_lite-moe", tmp_path / "m", mlp_layer_types=["dense"] * 3)
+    model.config.n_routed_experts = 0
+    write_gguf(model, tmp_path / "m.gguf")
+    prompt = random_ids(40)
+    with Engine.from_pretrained(tmp_path / "m.gguf", device="cpu", max_context=80) as engine:
+        found = engine.generate(prompt, greedy(20)).token_ids
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+    assert_equal_but_for_ties(model, prompt, found, theirs[0, 40:].tolist())
+
+
+def test_plans_in_fp8_are_refused() -> None:
+    with pytest.raises(UsageError, match="FP8 is not supported with latent attention"):
+        pieces_of(from_hf(GLM, {}), "fp8")
 
 
 def test_matrices_of_keys_are_transposed_in_any_format(tmp_path) -> None:

@@ -178,8 +178,14 @@ def _deepseek2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]
             f"{fields.source}: files without attention.key_length_mla are not supported, as "
             "llama.cpp wrote them before April 2025; convert the model again"
         )
+    if fields.get("attention.temperature_scale"):
+        raise UnsupportedModelError(
+            f"{fields.source}: queries that grow with their position (attention.temperature_scale) "
+            "are not supported with latent attention"
+        )
     own, rotated = dict(fields.raw), fields.whole("rope.dimension_count")
-    own["block_count"] = _layers_of(fields)
+    own["block_count"] = count = _layers_of(fields)
+    dense = fields.whole("leading_dense_block_count", 0, least=0)
     own["attention.value_length"] = fields.whole("attention.key_length")
     more = {
         "kv_lora_rank": fields.whole("attention.kv_lora_rank"),
@@ -187,7 +193,7 @@ def _deepseek2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": fields.whole("attention.key_length_mla") - rotated,
         "v_head_dim": fields.whole("attention.value_length_mla"),
-        "first_k_dense_replace": fields.whole("leading_dense_block_count", 0, least=0),
+        "first_k_dense_replace": dense if fields.get("expert_count") else count,
         "n_shared_experts": fields.whole("expert_shared_count", 0, least=0),
         "norm_topk_prob": bool(own.get("expert_weights_norm")),
         "rope_parameters": _yarn_of_keys(fields),

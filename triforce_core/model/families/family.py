@@ -61,8 +61,8 @@ class Family:
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the family's defaults. null is a default too, except that it says
-        that there is no window or no cap. Lists of layers give the number of layers, if it is not
-        there.
+        that there is no window, no cap or no rank of queries. Lists of layers give the number of
+        layers, if it is not there.
         """
         raw = dict(raw)
         for old, new in self.renamed.items():

@@ -31,6 +31,10 @@ def _latent(fields: Fields) -> LatentAttention:
         )
     keys, rotated = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
     latent = fields.whole("kv_lora_rank")
+    if latent % 2 or rotated % 2:
+        raise CheckpointError(
+            f"{fields.source}: kv_lora_rank {latent} and qk_rope_head_dim {rotated} must be even"
+        )
     return LatentAttention(
         heads=fields.whole("num_attention_heads"),
         kv_heads=1,
@@ -77,7 +81,9 @@ def _router(fields: Fields) -> Router:
     if fields.get("scoring_func") != "softmax":
         fields.only("topk_method", "noaux_tc")
         return sigmoid_router(fields)
+    # With groups a token would choose them by their greatest score, not by a sum of two.
     fields.only("topk_method", "greedy")
+    fields.only("n_group", 1)
     fields.only("norm_topk_prob", False)
     scale = fields.real("routed_scaling_factor", 1.0)
     return Router(Scores.SOFTMAX, normalised=False, scale=scale)
@@ -94,6 +100,9 @@ def _layers(fields: Fields, count: int) -> Layers:
     if unknown := sorted(set(map(str, kinds)) - {"dense", SPARSE}):
         raise CheckpointError(f"{fields.source}: mlp_layer_types names {unknown[0]!r}")
     layer = LayerSpec(mixer, dense)
+    if SPARSE not in kinds:
+        fields.get("n_routed_experts")
+        return (layer,) * count
     shared = fields.whole("n_shared_experts", 1, least=0) * fields.whole("moe_intermediate_size")
     experts = experts_of(fields, "n_routed_experts", _router(fields), shared=shared)
     return tuple(replace(layer, mlp=experts) if kind == SPARSE else layer for kind in kinds)

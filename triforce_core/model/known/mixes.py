@@ -68,6 +68,8 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
     if name not in _MIXES:
         raise UsageError(f"{mix!r} is none of {', '.join(NAMES)}")
     tied = config.tied
+    if name == FP8 and config.attention.sides == 1:
+        raise UsageError("FP8 is not supported with latent attention")
 
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:
         if "." not in tensor:

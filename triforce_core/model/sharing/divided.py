@@ -211,8 +211,8 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
     match mixer:
         case LatentAttention() if ranks > 1:
             raise UsageError(
-                "models with latent attention run on one GPU only: all heads attend to the same "
-                "vectors"
+                "models with latent attention run on one GPU only: all heads share the one vector "
+                "that a token keeps, and vectors cannot be divided over GPUs yet"
             )
         case Attention():
             return DividedAttention(mixer, Heads.divided(mixer.heads, mixer.kv_heads, ranks))

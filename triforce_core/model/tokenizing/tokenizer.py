@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from triforce_core.model.tokenizing.shown import shown
-from triforce_offload.errors import CheckpointError, UsageError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -264,7 +264,14 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None
         return byte_level.ByteLevelTokenizer(metadata)
     if sentence_piece.is_known(metadata):
         return sentence_piece.SentencePieceTokenizer(metadata)
-    return _from_transformers(path.parent, gguf_file=path.name)
+    try:
+        return _from_transformers(path.parent, gguf_file=path.name)
+    except ValueError as error:
+        kinds = [metadata.get(f"tokenizer.ggml.{each}") for each in ("model", "pre")]
+        raise UnsupportedModelError(
+            f"the tokenizer of {path} ({kinds[0]}, {kinds[1]}) is not supported "
+            "in GGUF files; use the model's safetensors"
+        ) from error
 
 
 def _from_transformers(directory: Path, **options: str | bool) -> TransformersTokenizer:
