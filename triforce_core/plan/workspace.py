@@ -93,7 +93,7 @@ def _layers_bytes(
     hidden, largest = config.hidden, 0
     for spec in config.distinct_layers:
         if isinstance(spec.mixer, LatentAttention):
-            mixer = _latent_bytes(spec.mixer, hidden, tokens, itemsize)
+            mixer = _latent_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
         elif isinstance(spec.mixer, Attention):
             mixer = _attention_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
         else:
@@ -156,14 +156,18 @@ def _attention_bytes(
     return nbytes
 
 
-def _latent_bytes(mixer: LatentAttention, hidden: int, tokens: int, itemsize: int) -> int:
+def _latent_bytes(
+    mixer: LatentAttention, hidden: int, tokens: int, itemsize: int, by_host: bool
+) -> int:
     """Return the bytes of latent attention without the operation between its projections: the first
-    projection, and either what becomes of it until there are queries, or these while plain
-    operations rotate them; and products of few rows by tiles, which have places without rows.
+    projection, and either what becomes of it until there are queries, or these while they are
+    rotated, by compiled kernels without temporaries; and products of few rows by tiles, which have
+    places without rows.
     """
     queries, projected = mixer.queries, mixer.shapes(hidden)["qkv"][0]
     inner = mixer.heads * (mixer.key_dim + mixer.rope_dim) + 2 * mixer.query_rank
-    each = hidden + projected + max(inner + 2 * queries, 5 * queries) + 2 * mixer.head_dim
+    rotated = (2 if by_host else 5) * queries
+    each = hidden + projected + max(inner + 2 * queries, rotated) + 2 * mixer.head_dim
     nbytes = tokens * each * itemsize
     if tokens <= FEW_ROWS:
         places = mixer.heads * cdiv(tokens, EXPERT_TILE) * EXPERT_TILE
