@@ -26,8 +26,8 @@ _PROGRAMS_PER_PROCESSOR = 2
 _ALL_KEYS = 1 << 30
 # Queries of a tile where a query is to have the same bits beside any others.
 _SAME_ROWS = 64
-# Larger heads, of latent attention, have tiles of their own, and in float32 no kernel: two tiles do
-# not fit.
+# Larger heads, of latent attention, have tiles of their own, and in float32 no kernel: keys and
+# values of one tile do not fit.
 _WIDEST = 512
 # Queries that a program merges.
 _MERGED_ROWS = 16

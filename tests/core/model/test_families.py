@@ -16,6 +16,7 @@ from oracle import assert_equal_but_for_ties, greedy
 
 from triforce_core import Engine
 from triforce_core.model.checkpoints.naming.names import head_order
+from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS
 from triforce_core.model.families.hf import from_hf
@@ -153,10 +154,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     full = helpers.full_layers(theirs)
     mixer = ours.attention
     if isinstance(mixer, LatentAttention):
-        assert (mixer.kv_heads, mixer.rope_dim) == (1, theirs.qk_rope_head_dim)
-        assert (mixer.latent, mixer.query_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank or 0)
-        assert (mixer.key_dim, mixer.value_dim) == (theirs.qk_nope_head_dim, theirs.v_head_dim)
-        assert ours.rope.rotated(mixer.head_dim) == mixer.rope_dim
+        _assert_latent(ours, theirs)
     else:
         assert mixer.kv_heads == full.num_key_value_heads
         assert mixer.head_dim == (getattr(full, "head_dim", None) or 256 // 16)
@@ -174,14 +172,25 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     assert ours.attention.qkv_bias == (
         family in ("qwen2", "qwen2_moe") or bool(getattr(theirs, "attention_bias", False))
     )
-    mlp = ours.layers[-1].mlp
-    if isinstance(mlp, Experts):
-        assert mlp.count in (getattr(theirs, name, None) for name in EXPERT_COUNTS)
-        active = ("num_experts_per_tok", "moe_k", "top_k_experts")
-        assert mlp.active in (getattr(theirs, name, None) for name in active)
-        own = getattr(theirs, "moe_intermediate_size", None)
-        assert mlp.width == (own or theirs.intermediate_size)
-        assert mlp.router.normalised == getattr(theirs, "norm_topk_prob", True)
+    if isinstance(mlp := ours.layers[-1].mlp, Experts):
+        _assert_experts(mlp, theirs)
+
+
+def _assert_latent(ours: ModelConfig, theirs: object) -> None:
+    mixer = ours.attention
+    assert (mixer.kv_heads, mixer.rope_dim) == (1, theirs.qk_rope_head_dim)
+    assert (mixer.latent, mixer.query_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank or 0)
+    assert (mixer.key_dim, mixer.value_dim) == (theirs.qk_nope_head_dim, theirs.v_head_dim)
+    assert ours.rope.rotated(mixer.head_dim) == mixer.rope_dim
+
+
+def _assert_experts(mlp: Experts, theirs: object) -> None:
+    assert mlp.count in (getattr(theirs, name, None) for name in EXPERT_COUNTS)
+    active = ("num_experts_per_tok", "moe_k", "top_k_experts")
+    assert mlp.active in (getattr(theirs, name, None) for name in active)
+    own = getattr(theirs, "moe_intermediate_size", None)
+    assert mlp.width == (own or theirs.intermediate_size)
+    assert mlp.router.normalised == getattr(theirs, "norm_topk_prob", True)
 
 
 def test_configs_of_other_versions() -> None:

@@ -12,12 +12,10 @@ from triforce_core.model.config import RopeConfig
 from triforce_core.model.families.family import Family, Layers, activation
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.sigmoid import sigmoid_router
-from triforce_core.model.families.sparse import experts_of, renamed
+from triforce_core.model.families.sparse import experts_of, renamed, sparse_from, where
 from triforce_core.model.feed_forward import DenseMLP, Router, Scores
 from triforce_core.model.layers import LatentAttention, LayerSpec
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
-
-SPARSE = "sparse"
 
 
 def _latent(fields: Fields) -> LatentAttention:
@@ -94,18 +92,14 @@ def _layers(fields: Fields, count: int) -> Layers:
     fields.only("moe_layer_freq", 1)
     mixer = _latent(fields)
     dense = DenseMLP(fields.whole("intermediate_size"), activation(fields, "hidden_act"))
-    first = fields.whole("first_k_dense_replace", least=0)
-    usual = ["dense"] * min(first, count) + [SPARSE] * (count - first)
-    kinds = fields.of_layers("mlp_layer_types", count, usual)
-    if unknown := sorted(set(map(str, kinds)) - {"dense", SPARSE}):
-        raise CheckpointError(f"{fields.source}: mlp_layer_types names {unknown[0]!r}")
+    sparse = sparse_from(fields, count, fields.whole("first_k_dense_replace", least=0))
     layer = LayerSpec(mixer, dense)
-    if SPARSE not in kinds:
+    if not any(sparse):
         fields.get("n_routed_experts")
         return (layer,) * count
     shared = fields.whole("n_shared_experts", 1, least=0) * fields.whole("moe_intermediate_size")
     experts = experts_of(fields, "n_routed_experts", _router(fields), shared=shared)
-    return tuple(replace(layer, mlp=experts) if kind == SPARSE else layer for kind in kinds)
+    return where(layer, experts, sparse)
 
 
 # What transformers' configs take for fields that are not there.

@@ -8,7 +8,7 @@ from triforce_core.model.families.family import Family, Layers, layer
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import FULL, SLIDING, windows
 from triforce_core.model.families.recurrent import LFM2, LFM2_RENAMED, lfm2_layers
-from triforce_core.model.families.sparse import experts_of, renamed, where
+from triforce_core.model.families.sparse import experts_of, renamed, sparse_from, where
 from triforce_core.model.feed_forward import Router, Scores
 from triforce_offload.errors import CheckpointError
 
@@ -71,15 +71,12 @@ def _laguna(fields: Fields, count: int) -> Layers:
     experts = experts_of(fields, "num_experts", router, shared=shared)
     usual = [fields.whole("num_attention_heads")] * count
     heads = fields.wholes("num_attention_heads_per_layer", count, usual)
-    kinds = fields.of_layers("mlp_layer_types", count, ["dense", *["sparse"] * (count - 1)])
-    if unknown := sorted(set(map(str, kinds)) - {"dense", "sparse"}):
-        raise CheckpointError(f"{fields.source}: mlp_layer_types names {unknown[0]!r}")
     layers = []
-    for window, own, kind in zip(
-        windows(fields, count, lambda _: False), heads, kinds, strict=True
+    for window, own, sparse in zip(
+        windows(fields, count, lambda _: False), heads, sparse_from(fields, count, 1), strict=True
     ):
         spec = layer(fields, heads=own, window=window, qk_norm=True, head_gate=True)
-        layers.append(replace(spec, mlp=experts) if kind == "sparse" else spec)
+        layers.append(replace(spec, mlp=experts) if sparse else spec)
     return tuple(layers)
 
 

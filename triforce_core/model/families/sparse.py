@@ -52,6 +52,17 @@ def where(dense: LayerSpec, experts: Experts, sparse: list[bool]) -> Layers:
     return tuple(kinds[each] for each in sparse)
 
 
+def sparse_from(fields: Fields, count: int, first: int) -> list[bool]:
+    """Return which layers have experts: those that mlp_layer_types names, or without it all from
+    `first` on. Raises CheckpointError.
+    """
+    usual = ["dense" if index < first else "sparse" for index in range(count)]
+    kinds = fields.of_layers("mlp_layer_types", count, usual)
+    if unknown := sorted(set(map(str, kinds)) - {"dense", "sparse"}):
+        raise CheckpointError(f"{fields.source}: mlp_layer_types names {unknown[0]!r}")
+    return [kind == "sparse" for kind in kinds]
+
+
 def _alternating(
     fields: Fields,
     seen: Sequence[int | None],
