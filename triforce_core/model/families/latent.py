@@ -95,6 +95,7 @@ def _layers(fields: Fields, count: int) -> Layers:
     sparse = sparse_from(fields, count, fields.whole("first_k_dense_replace", least=0))
     layer = LayerSpec(mixer, dense)
     if not any(sparse):
+        # The config may still give a number of experts, which then says nothing.
         fields.get("n_routed_experts")
         return (layer,) * count
     shared = fields.whole("n_shared_experts", 1, least=0) * fields.whole("moe_intermediate_size")
