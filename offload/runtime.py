@@ -46,7 +46,7 @@ class Runtime:
         layouts: Sequence[FlatLayout],
         fill: Fill,
         trace: Tracer,
-        loaded: Loaded = lambda layer, views: None,
+        loaded: Loaded = lambda layer: None,
     ) -> None:
         """Allocate and fill the layers' weights according to the plan.
 

@@ -79,7 +79,8 @@ class Engine:
         fields: fields of EngineConfig, MachineSettings and MethodSettings by name; they override
             the config and the plan
         tokenizer: a tokenizer to use instead of the model's own
-        progress: called with ("load" or "prefill", layers done, number of layers)
+        progress: called with ("load", "round" for copies that draft, or "prefill", layers done,
+            number of layers)
 
         Raises UsageError, DoesNotFitError (before loading), CheckpointError, or RankError if
         another rank fails.

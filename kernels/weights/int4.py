@@ -66,34 +66,57 @@ class Int4Weight(StoredWeight):
         return "int4_experts"
 
 
-def quantise(weight: torch.Tensor, group: int = 64) -> Int4Weight:
+def quantise(
+    weight: torch.Tensor, group: int = 64, inputs: torch.Tensor | None = None
+) -> Int4Weight:
     """Round weight [out, in] to 16 equal steps in each group. Of several candidates for the steps,
     choose the one with the least squared error; 16 steps from the least to the greatest number are
     one candidate.
+
+    inputs: sizes of what each column multiplies, [in] (`inputs.InputSizes`), by which its errors
+        count; None if all count alike
 
     Raises ValueError.
     """
     require(
         "quantise",
-        weight.dim() == 2 and group in GROUPS and weight.shape[1] % group == 0,
+        weight.dim() == 2
+        and group in GROUPS
+        and weight.shape[1] % group == 0
+        and (inputs is None or inputs.shape == weight.shape[1:]),
         weight=weight,
         group=group,
+        inputs=inputs,
     )
     groups = weight.float().unflatten(1, (-1, group))
     # Round scale and offset first, so that the integers are chosen for the values used later.
-    scale, offset = (x.to(weight.dtype) for x in _fit(groups))
+    scale, offset = (x.to(weight.dtype) for x in _fit(groups, _shares(groups, inputs)))
     numbers = _nearest(groups, scale.float(), offset.float())
     low, high = numbers.to(torch.uint8).chunk(2, -1)
     packed = (low | high << 4).flatten(1)
     return Int4Weight(packed, scale.T.contiguous(), offset.T.contiguous(), group)
 
 
-def _fit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _shares(groups: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
+    """Return how much the error of each column counts in its group, [n, group]: groups [out, n,
+    group]. The shares of a group add up to 1.
+    """
+    if inputs is None:
+        inputs = groups.new_ones(groups.shape[1] * groups.shape[2])
+    shares = inputs.to(groups.device, torch.float32).unflatten(0, groups.shape[1:])
+    # A group whose inputs were all 0 is rounded as if they were equal.
+    total = shares.sum(-1, keepdim=True)
+    return torch.where(total > 0, shares / total, 1 / shares.shape[-1])
+
+
+def _fit(groups: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale and offset of each group: groups [out, n, group] to [out, n] each.
 
     The candidates begin with ranges that leave out more and more of the outermost numbers. Each is
     refined in turns: round the numbers to the steps, then fit the steps to the rounded numbers by
     linear regression.
+
+    shares: how much each column counts, [n, group]
     """
     least, most = groups.amin(-1), groups.amax(-1)
     middle, best = (least + most) / 2, torch.full_like(least, torch.inf)
@@ -104,17 +127,18 @@ def _fit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for _ in range(_TURNS):
             numbers = _nearest(groups, scale, offset)
             off = numbers * scale.unsqueeze(-1)
-            off = off.add_(offset.unsqueeze(-1)).sub_(groups).square_().sum(-1)
+            off = off.add_(offset.unsqueeze(-1)).sub_(groups).square_().mul_(shares).sum(-1)
             better = off < best
             best = off.where(better, best)
             best_scale, best_offset = (
                 scale.where(better, best_scale),
                 offset.where(better, best_offset),
             )
-            mean, centre = groups.mean(-1), numbers.mean(-1)
+            mean, centre = (groups * shares).sum(-1), (numbers * shares).sum(-1)
             numbers.sub_(centre.unsqueeze(-1))
-            spread = numbers.square().sum(-1)
-            scale = numbers.mul_(groups).sum(-1).div_(spread).where(spread > 0, 0.0)
+            spread = numbers.square().mul_(shares).sum(-1)
+            numbers.mul_(groups).mul_(shares)
+            scale = numbers.sum(-1).div_(spread).where(spread > 0, 0.0)
             offset = mean - centre * scale
     return best_scale, best_offset
 

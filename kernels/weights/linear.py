@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from triforce_kernels import limits, same_bits
 from triforce_kernels.dispatch import HOST, backend, implementation
+from triforce_kernels.weights import inputs
 from triforce_kernels.weights.stored import StoredWeight
 
 # On a CPU, half-precision products with more rows than this are made in float32.
@@ -66,6 +67,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     - the library's product. A weight that is not dense, or of another dtype than x, is decoded some
       rows at a time.
     """
+    inputs.note(x, weight)
     on_host, same = backend(x.device) == HOST, same_bits.wanted()
     rows = x.shape[0]
     if rows > 0 and (same or rows <= limits.FEW_ROWS) and x.dtype != torch.float64 and x.dim() == 2:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -14,8 +13,9 @@ from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.weights.layouts import FlatLayout, Views
 
+Inputs = Callable[[str], torch.Tensor | None]
 # Change this when the same weights give other numbers.
-RECIPE = "int4-1"
+RECIPE = "int4-2"
 
 
 class Int4Copies:
@@ -25,6 +25,7 @@ class Int4Copies:
     where the layout says so; all other tensors are unchanged.
 
     views: tensors of the copies, by layer
+    missing: layers whose copies are still to be made
     """
 
     def __init__(
@@ -42,8 +43,6 @@ class Int4Copies:
         """
         self._memory = memory
         self._cache = cache
-        # Quantise one matrix at a time, because quantising takes temporary memory.
-        self._quantising = threading.Lock()
         self._allocation = memory.allocate(
             sum(layout.nbytes for layout in layouts.values()), "int4 draft copies"
         )
@@ -56,42 +55,49 @@ class Int4Copies:
         buffers = self._allocation.bytes.split([layouts[layer].nbytes for layer in layers])
         self._buffers = dict(zip(layers, buffers, strict=True))
         self.views = {layer: layouts[layer].views(self._buffers[layer]) for layer in layers}
+        self.missing = set(layers)
 
-    def restore(self, layer: int) -> bool:
-        """Fill the copy of a layer from the cache. Return whether the cache had it."""
-        return self._cache is not None and self._cache.read(layer, self._buffers[layer])
+    def restore(self, layer: int) -> None:
+        """Fill the copy of a layer from the cache, if there is a copy and the cache has it. Threads
+        may call this for different layers.
+        """
+        if self._cache and layer in self.missing and self._cache.read(layer, self._buffers[layer]):
+            self.missing.discard(layer)
 
-    def make(self, layer: int, exact: Views) -> None:
+    def make(self, layer: int, exact: Views, inputs: Inputs = lambda name: None) -> None:
         """Fill the copy of a layer from the exact tensors, on any device, and write it to the
-        cache. Threads may call this for different layers.
+        cache.
+
+        inputs: returns the sizes of what each column of a named matrix multiplies, [in], None if
+            they are not known (`triforce_kernels.weights.inputs`)
         """
         buffer = self._buffers[layer]
         # The cache keeps the padding between tensors too, so it must be defined.
         buffer.zero_()
         for name, view in self.views[layer].items():
             if isinstance(view, Int4Weight):
-                with self._quantising:
-                    _quantise_into(exact[name], view)
+                _quantise_into(exact[name], view, inputs(name))
             else:
                 _copy_into(exact[name], view)
         if self._cache:
             self._cache.write(layer, buffer)
+        self.missing.discard(layer)
 
     def close(self) -> None:
         """Free the memory. Further calls do nothing."""
-        self.views, self._buffers = {}, {}
+        self.views, self._buffers, self.missing = {}, {}, set()
         self._memory.free(self._allocation)
         self._memory.free(self._decoding)
 
 
-def _quantise_into(exact: Weight, into: Int4Weight) -> None:
+def _quantise_into(exact: Weight, into: Int4Weight, inputs: torch.Tensor | None) -> None:
     """Quantise some rows at a time on the device, so that no dense matrix exists as a whole."""
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1])
     for first, decoded in dense_rows(exact, into.scale.dtype):
         start = first
         for rows in decoded.split(step):
             part = into.rows(start, start + rows.shape[0])
-            made = quantise(rows.to(into.device), into.group)
+            made = quantise(rows.to(into.device), into.group, inputs)
             part.packed.copy_(made.packed)
             part.scale.copy_(made.scale)
             part.offset.copy_(made.offset)

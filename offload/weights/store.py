@@ -30,7 +30,7 @@ from triforce_offload.weights.locations import (
 # Number of layers that are read and dequantised at the same time.
 _READERS = 4
 Fill = Callable[[int, Views], None]
-Loaded = Callable[[int, Views | None], None]
+Loaded = Callable[[int], None]
 
 
 class Weights(Protocol):
@@ -54,13 +54,13 @@ class WeightStore:
         memory: DeviceMemory,
         host: HostMemory,
         fill: Fill,
-        loaded: Loaded = lambda layer, views: None,
+        loaded: Loaded = lambda layer: None,
     ) -> None:
         """layouts, plans: layout and plan of each layer
         fill: `fill(layer, views)` writes a layer's tensors to their final memory. Threads call it,
             once for each layer; for a layer in files they call it each time it crosses the link
-        loaded: `loaded(layer, views)` is called in a thread after each layer is filled; views is
-            None for a layer in files
+        loaded: `loaded(layer)` is called in a thread after each layer is filled; at once for a
+            layer in files
 
         Raises DoesNotFitError before anything is read.
         """
@@ -83,7 +83,7 @@ class WeightStore:
         def load(layer: int, into: Views | None) -> None:
             if into is not None:
                 fill(layer, into)
-            loaded(layer, into)
+            loaded(layer)
 
         try:
             with ThreadPoolExecutor(_READERS, "weights") as readers:

@@ -34,6 +34,18 @@ def test_weights_are_at_the_nearest_of_steps_that_suit_them(draw, dtype, group) 
     assert ours.sum() < 0.9 * plain.sum()
 
 
+def test_columns_count_as_their_inputs_are_large(draw) -> None:
+    weight, sizes = draw(33, 256), draw(256).square() ** 3
+    even, ours = (quantise(weight, 64, inputs) for inputs in (None, sizes))
+    errors = [((dequantise(each) - weight).square() * sizes).sum() for each in (even, ours)]
+    assert errors[1] < 0.8 * errors[0]
+    # A group of columns whose inputs are all 0 is rounded as without sizes.
+    sizes[64:128] = 0
+    zeros = dequantise(quantise(weight, 64, sizes))
+    assert torch.equal(zeros[:, 64:128], dequantise(even)[:, 64:128])
+    assert torch.equal(zeros[:, :64], dequantise(ours)[:, :64])
+
+
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize(
     ("rows", "out", "width", "group"), [(1, 40, 128, 32), (17, 64, 128, 64), (70, 33, 512, 256)]
@@ -50,6 +62,8 @@ def test_products_equal_those_with_the_dequantised_weight(
 def test_what_does_not_fit_is_reported(backend, draw) -> None:
     with pytest.raises(ValueError, match=r"quantise cannot take weight \(4, 48\).*group 32"):
         quantise(draw(4, 48), 32)
+    with pytest.raises(ValueError, match=r"quantise cannot take .*inputs \(32,\)"):
+        quantise(draw(4, 64), 32, draw(32))
     weight = quantise(draw(4, 64), 32)
     with pytest.raises(ValueError, match=r"int4_matmul cannot take x \(2, 32\).*packed \(4, 32\)"):
         int4_matmul(draw(2, 32), weight)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.decoding.contexts.models import Models, SmallModel
 from triforce_core.loading.devices import check_processor
+from triforce_core.loading.fill_copies import fill_copies
 from triforce_core.loading.layer_source import LayerSource, Readable, ReadableDrafter, ReadableHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.heads.head import HEADS, Head, OwnTensors
@@ -82,16 +83,14 @@ class Execution:
             )
             small = self._small_model(target)
             int4_copies = self._int4_copies()
-            source = LayerSource(
-                self.checkpoint, memory, layouts.layers, int4_copies, self._report()
-            )
+            source = LayerSource(self.checkpoint, memory, int4_copies, self._report())
             runtime = Runtime(
                 memory, self.host, link, plan, layouts.layers, source.fill, tracer, source.loaded
             )
         stack.callback(runtime.close)
         source.end()
         method = sizes.method
-        return Models(
+        models = Models(
             target,
             runtime,
             replace(method, draft_kv=INT8) if sizes.rounds_kv else method,
@@ -104,6 +103,11 @@ class Execution:
             weights=resolved.weights,
             same_bits=sizes.same_bits,
         )
+        with ExitStack() as undo:
+            undo.callback(models.close)
+            fill_copies(models, self.progress)
+            undo.pop_all()
+        return models
 
     def _parts(self) -> tuple[KVParts, tuple[StoreParts, ...]]:
         """Return the heads of each rank in full-attention layers, and in each recent store."""
@@ -180,7 +184,7 @@ class Execution:
                 ends = self._ends(checkpoint, layouts, stack, embedding_resident=True)
                 rope = Rope(config, memory.device, checkpoint.rope_factors(), window)
                 model = Model(config, ends, rope, memory.device)
-            source = LayerSource(checkpoint, memory, layouts.layers)
+            source = LayerSource(checkpoint, memory)
             kept = [LayerPlan(Where.DEVICE, layout.nbytes) for layout in layouts.layers]
             store = WeightStore(layouts.layers, kept, memory, self.host, source.fill)
             stack.callback(store.close)

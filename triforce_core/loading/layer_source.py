@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,9 +14,8 @@ from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.linear import Weight
 from triforce_offload.errors import CannotSplitError
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.memory.host import check_available
 from triforce_offload.weights.int4_copies import Int4Copies
-from triforce_offload.weights.layouts import FlatLayout, Views
+from triforce_offload.weights.layouts import Views
 
 
 class Readable(Protocol):
@@ -72,28 +69,22 @@ ReadableDrafter = Readable | ReadableHead
 
 
 class LayerSource:
-    """A loader of layers, which also creates their int4 draft copies."""
+    """A loader of layers. It also reads their int4 draft copies where the cache has them."""
 
     def __init__(
         self,
         checkpoint: ReadableDrafter,
         memory: DeviceMemory,
-        layouts: Sequence[FlatLayout],
         int4_copies: Int4Copies | None = None,
         report: Callable[[], None] = lambda: None,
     ) -> None:
-        """layouts: layout of each layer
-        report: called in any thread when a layer is loaded
-        """
+        """report: called in any thread when a layer is loaded"""
         self._checkpoint = checkpoint
         self._memory = memory
-        self._layouts = layouts
         self._int4_copies = int4_copies
         self._report = report
         self._cannot_split: dict[int, CannotSplitError] = {}
         self._all_loaded = False
-        # At most one layer that is not kept on the host is in host memory at a time.
-        self._reading = threading.Lock()
 
     def fill(self, layer: int, views: Views) -> None:
         """Read a layer's tensors into `views`.
@@ -110,19 +101,11 @@ class LayerSource:
                     raise
                 self._cannot_split[layer] = error
 
-    def loaded(self, layer: int, views: Views | None) -> None:
-        """Create the int4 copy of a layer that was loaded. views: None if the layer stays in its
-        file
-        """
-        if layer in self._cannot_split:
-            # The memory of this layer is invalid, so no copy of it may be kept.
-            self._report()
-            return
-        int4_copies = self._int4_copies
-        with torch.inference_mode(), self._memory.current():
-            if int4_copies and layer in int4_copies.views and not int4_copies.restore(layer):
-                with self._exact(layer, views) as exact:
-                    int4_copies.make(layer, exact)
+    def loaded(self, layer: int) -> None:
+        """Read the int4 copy of a layer that was loaded, if the cache has it."""
+        if self._int4_copies and layer not in self._cannot_split:
+            with torch.inference_mode(), self._memory.current():
+                self._int4_copies.restore(layer)
         self._report()
 
     def end(self) -> None:
@@ -133,15 +116,3 @@ class LayerSource:
         if errors := list(self._cannot_split.values()):
             names = frozenset().union(*(error.names for error in errors))
             raise CannotSplitError(errors[0].path, names)
-
-    @contextmanager
-    def _exact(self, layer: int, views: Views | None) -> Iterator[Views]:
-        if views is not None:
-            yield views
-            return
-        with self._reading:
-            size = self._layouts[layer].nbytes
-            check_available(size, "host memory for a layer that is read")
-            views = self._layouts[layer].views(torch.empty(size, dtype=torch.uint8))
-            self._checkpoint.read_layer(layer, views)
-            yield views

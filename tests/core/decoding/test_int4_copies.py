@@ -21,7 +21,7 @@ from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
 from safetensors import safe_open
 
 from triforce_core import Engine, SamplingParams
-from triforce_kernels.weights.int4 import quantise
+from triforce_kernels.weights.int4 import Int4Weight, quantise
 from triforce_offload.checkpoint import layer_cache
 from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.errors import UsageError
@@ -144,6 +144,36 @@ def test_every_slice_of_a_copy_is_made_of_its_own_rows(monkeypatch) -> None:
     assert torch.equal(copies.views[2]["norm"], exact[:, 0])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "alike"), [("llama", ()), ("qwen3_5", ()), ("qwen3_moe", ("experts_down",))]
+)
+def test_copies_are_rounded_by_what_their_matrices_multiply(
+    tiny, monkeypatch, kept, family: str, alike: tuple[str, ...], dtype: str
+) -> None:
+    """alike: matrices of whose columns all count alike"""
+    path, _ = tiny(family)
+    original, found = Int4Copies.make, {}
+
+    def noting(copies: Int4Copies, layer: int, exact, inputs) -> None:
+        for name, view in copies.views[layer].items():
+            if isinstance(view, Int4Weight):
+                found[layer, name] = inputs(name)
+        original(copies, layer, exact, inputs)
+
+    monkeypatch.setattr(Int4Copies, "make", noting)
+    with engine(path, dtype=dtype, placement=PLACEMENTS["int4"]) as drafting:
+        copied = drafting.models.int4_copies.views
+        assert {layer for layer, _ in found} == copied.keys()
+        assert not drafting.models.int4_copies.missing
+    for (_, name), sizes in found.items():
+        if name in alike:
+            assert sizes is None
+        else:
+            assert sizes is not None, name
+            assert sizes.std() > 0
+
+
 def test_exact_weights_alone_may_be_asked_for(tiny) -> None:
     path, _ = tiny("llama")
     options = {"placement": PLACEMENTS["int4"], "draft_weights": "exact"}
@@ -171,9 +201,9 @@ def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
     make_model("llama", path)
     made = []
 
-    def counting(exact: torch.Tensor, into) -> None:
+    def counting(exact: torch.Tensor, into, inputs) -> None:
         made.append(into)
-        original(exact, into)
+        original(exact, into, inputs)
 
     from triforce_offload.weights import int4_copies
 

@@ -25,6 +25,8 @@ _LEAST_SECONDS = 1.0
 # Longer estimates are not shown.
 _MOST_SECONDS = 100 * 3600.0
 
+_LABELS = {"load": "loading", "round": "making copies that draft"}
+
 Clock = Callable[[], float]
 
 
@@ -118,7 +120,7 @@ class ProgressBars:
         self._prompt_tokens = tokens
 
     def update(self, what: str, done: int, total: int) -> None:
-        """Update the bar. what: "load" or "prefill". done, total: counts of layers"""
+        """Update the bar. what: "load", "round" or "prefill". done, total: counts of layers"""
         if self._stopped:
             return
         label = self._label(what)
@@ -165,8 +167,8 @@ class ProgressBars:
         )
 
     def _label(self, what: str) -> str:
-        if what == "load":
-            return "loading"
+        if what in _LABELS:
+            return _LABELS[what]
         tokens = self._prompt_tokens
         return "prefill" if tokens is None else f"prefill of {tokens:,} tokens"
 
