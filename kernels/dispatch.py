@@ -156,11 +156,11 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "block_experts": (_EXPERTS, "weights.blocks_triton.grouped", _ON_HOST),
     "split_experts": (_EXPERTS, "weights.split_bf16_triton.grouped", _ON_HOST),
     "high_bits_experts": (_EXPERTS, "weights.high_bits_triton.grouped", _ON_HOST),
-    "int4_experts": (_EXPERTS, "weights.int4_triton.grouped", _ON_HOST),
-    "int4_matmul": (
-        "weights.int4.reference_matmul",
-        "weights.int4_triton.matmul",
-        "host.weights.int4_matmul",
+    "integer_experts": (_EXPERTS, "weights.integers_triton.grouped", _ON_HOST),
+    "integer_matmul": (
+        "weights.integers.reference_matmul",
+        "weights.integers_triton.matmul",
+        "host.weights.integer_matmul",
     ),
 }
 

@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "the processor computes": {
         **_DRAFTS,
         "placement": Placement(
-            *((0,), True, 2, 1, 3, 2), int4_layers=(0,), processor_layers=(0,), processor_kv=0.6
+            *((0,), True, 2, 1, 3, 2), copied_layers=(0,), processor_layers=(0,), processor_kv=0.6
         ),
     },
     "KV split": {**_SPLIT, "placement": PLACEMENTS["kv-in-part"]},

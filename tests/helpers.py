@@ -30,8 +30,8 @@ PLACEMENTS = {
     "processor": Placement(
         *((0, 1, 2), False, 2, 2, 3, 2, 4), processor_layers=(0, 2), processor_kv=0.6
     ),
-    "int4": Placement((0, 1, 2), False, 0, 2, 3, 2, int4_layers=(0, 1, 2)),
-    "int4-in-part": Placement((1,), True, 4, 1, 2, 1, 7, int4_layers=(0, 1)),
+    "int4": Placement((0, 1, 2), False, 0, 2, 3, 2, copied_layers=(0, 1, 2)),
+    "int4-in-part": Placement((1,), True, 4, 1, 2, 1, 7, copied_layers=(0, 1)),
 }
 
 # High bits of layers on the device, their low bits elsewhere: for split weights alone.

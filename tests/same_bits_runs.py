@@ -28,7 +28,7 @@ RUNS = {
     "trees": {"tree": 16},
     "retrieval level": {**_RETRIEVAL, "placement": PLACEMENTS["kv"]},
     "trees of the retrieval level": {**_RETRIEVAL, "tree": 24, "placement": PLACEMENTS["kv"]},
-    "retrieval level over int4 copies": {**_RETRIEVAL, "placement": PLACEMENTS["int4"]},
+    "retrieval level over draft copies": {**_RETRIEVAL, "placement": PLACEMENTS["int4"]},
 }
 
 

@@ -22,7 +22,7 @@ MOST_LINES = 400
 FLOORS = (
     ("triforce_kernels",),
     ("triforce_offload",),
-    ("triforce_core.params", "triforce_core.settings"),
+    ("triforce_core.params", "triforce_core.settings", "triforce_core.machine_settings"),
     ("triforce_core.model",),
     ("triforce_core.plan",),
     ("triforce_core.decoding",),

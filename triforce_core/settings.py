@@ -1,4 +1,4 @@
-"""Settings of an engine: the machine it runs on, how it decodes, and where weights and KV are.
+"""Settings of an engine: how it decodes, and where weights and KV are.
 
 Defaults are defined only here; the command line takes its defaults from these classes.
 """
@@ -6,16 +6,16 @@ Defaults are defined only here; the command line takes its defaults from these c
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from triforce_core.machine_settings import MachineSettings, is_whole
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.errors import UsageError
 from triforce_offload.plan.placement import Placement
-from triforce_offload.units import parse_bandwidth, parse_bytes, parse_share
+from triforce_offload.units import parse_share
 
 METHODS = ("triforce", "speculative", "autoregressive")
 ACCEPT = ("optimal", "coupled")
@@ -27,6 +27,9 @@ KV_FORMATS = (AUTO, DENSE, SPLIT)
 SAME_BITS = (AUTO, ON, OFF)
 EXACT, INT4, INT8 = "exact", "int4", "int8"
 DRAFT_WEIGHTS = (AUTO, EXACT, INT4, SPLIT)
+# Bits of a number of a draft copy. "auto" takes fewer where copies would not help otherwise.
+_COPY_BITS, SMALLER_COPY_BITS = 4, 3
+COPY_BITS = (AUTO, _COPY_BITS, SMALLER_COPY_BITS)
 DRAFT_KV = (AUTO, EXACT, INT8)
 NGRAM, MTP, NO_DRAFTER = "ngram", "mtp", "none"
 # In `triforce plan` alone: an EAGLE-3 head of the usual shape.
@@ -34,9 +37,6 @@ EAGLE3 = "eagle3"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
-# Upper limit of threads per processor.
-MOST_THREADS_EACH = 4
-MOST_GPUS = 64
 MOST_SEQUENCES = 16
 # The longest draft that `auto` chooses. A pass verifies one more token.
 AUTO_DRAFT_TOKENS = FEW_ROWS - 1
@@ -47,49 +47,6 @@ AUTO_TREE_TOKENS = 127
 
 class UnknownFieldError(UsageError, TypeError):
     """A setting that does not exist."""
-
-
-@dataclass(frozen=True)
-class MachineSettings:
-    """The device, its memory and its link. Raises UsageError for values that cannot be used.
-
-    device: "cuda:0" or "cpu"; None for the first GPU, or the CPU if there is no GPU
-    device_memory: memory budget of the device, in bytes or as "22GiB"; None for all free memory
-    host_memory: limit of the host memory for streamed weights and KV, in bytes or as "48GiB"; each
-        pass reads layers beyond the limit from their files; None for all free memory
-    link_bandwidth: bandwidth of the emulated link (CPU only), in bytes per second or as "25GB/s";
-        None for the speed of memory
-    pin: whether streamed host memory is registered with the CUDA driver, for direct copies
-    cuda_graphs: whether the forwards of draft levels are recorded as CUDA graphs
-    threads: number of CPU threads that compute, for the whole process; None for PyTorch's default,
-        which ranks on one CPU divide among them
-    gpus: number of GPUs that share the model, one rank for each. Each rank has `device_memory`, a
-        part of `host_memory` and its own link. Several ranks are started on this machine, or by
-        torchrun; `device` is then "cuda", "cuda:0" if the ranks share a GPU, or "cpu"
-    """
-
-    device: str | None = None
-    device_memory: int | None = None
-    host_memory: int | None = None
-    link_bandwidth: float | None = None
-    pin: bool = True
-    cuda_graphs: bool = True
-    threads: int | None = None
-    gpus: int = 1
-
-    def __post_init__(self) -> None:
-        if self.device is not None:
-            object.__setattr__(self, "device", str(self.device))
-        for name in ("device_memory", "host_memory"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, parse_bytes(getattr(self, name)))
-        if self.link_bandwidth is not None:
-            object.__setattr__(self, "link_bandwidth", parse_bandwidth(self.link_bandwidth))
-        if not _whole(self.gpus, 1, MOST_GPUS):
-            raise UsageError(f"gpus must be 1 to {MOST_GPUS}, got {self.gpus!r}")
-        most = MOST_THREADS_EACH * (os.cpu_count() or 1)
-        if self.threads is not None and not _whole(self.threads, 1, most):
-            raise UsageError(f"threads must be 1 to {most} on this machine, got {self.threads!r}")
 
 
 @dataclass(frozen=True)
@@ -111,10 +68,12 @@ class MethodSettings:
     budget: number of tokens of the retrieval cache; None takes 4096, or fewer if those do not fit
     chunk_size: number of tokens that are retrieved together, a power of two
     draft_weights: the weights that the retrieval level computes with. "auto": layers that are on
-        the device (the high 8 bits of split layers on a GPU), and int4 copies of layers that
-        stream; "exact": exact layers, and no retrieval level if a layer streams; "int4": int4
-        copies of all layers; "split": the high 8 bits of split layers, and no retrieval level if
+        the device (the high 8 bits of split layers on a GPU), and draft copies of layers that
+        stream; "exact": exact layers, and no retrieval level if a layer streams; "int4": copies of
+        all layers in 4 bits; "split": the high 8 bits of split layers, and no retrieval level if
         these stream
+    copy_bits: bits of the numbers of copies of layers that stream: 4, 3, or "auto" (4; 3 where
+        copies in 4 bits do not fit or save little, or where fewer bits were planned to be faster)
     draft_kv: how the retrieval cache stores its tokens: "exact", "int8" (integers, with a scale for
         each channel of a head), or "auto" (int8 on a GPU)
     accept: "optimal" for the highest acceptance rate, or "coupled" for output that depends on the
@@ -129,6 +88,7 @@ class MethodSettings:
     budget: int | None = None
     chunk_size: int = 8
     draft_weights: str = AUTO
+    copy_bits: int | str = AUTO
     draft_kv: str = AUTO
     accept: str = "optimal"
 
@@ -137,22 +97,25 @@ class MethodSettings:
             ("method", METHODS),
             ("accept", ACCEPT),
             ("draft_weights", DRAFT_WEIGHTS),
+            ("copy_bits", COPY_BITS),
             ("draft_kv", DRAFT_KV),
         ):
             _require_one_of(name, getattr(self, name), choices)
+        if self.draft_weights == INT4 and self.bits_of_copies != _COPY_BITS:
+            raise UsageError(f"draft_weights {INT4} has copies in 4 bits, not copy_bits 3")
         for name in ("draft_tokens", "inner_draft_tokens"):
             value = getattr(self, name)
-            if value != AUTO and not _whole(value, 1, MOST_DRAFT_TOKENS):
+            if value != AUTO and not is_whole(value, 1, MOST_DRAFT_TOKENS):
                 raise UsageError(f"{name} must be auto or 1 to {MOST_DRAFT_TOKENS}, got {value!r}")
-        if self.tree not in (AUTO, OFF) and not _whole(self.tree, 2, MOST_DRAFT_TOKENS):
+        if self.tree not in (AUTO, OFF) and not is_whole(self.tree, 2, MOST_DRAFT_TOKENS):
             raise UsageError(
                 f"tree must be auto, off or 2 to {MOST_DRAFT_TOKENS}, got {self.tree!r}"
             )
-        if not _whole(self.chunk_size, 1) or self.chunk_size & (self.chunk_size - 1):
+        if not is_whole(self.chunk_size, 1) or self.chunk_size & (self.chunk_size - 1):
             raise UsageError(f"chunk_size must be a power of two, got {self.chunk_size!r}")
         if self.budget is not None:
             least = 2 * self.chunk_size
-            if not _whole(self.budget, least) or self.budget % self.chunk_size:
+            if not is_whole(self.budget, least) or self.budget % self.chunk_size:
                 raise UsageError(
                     f"budget must be a multiple of the chunk size {self.chunk_size}, and at least "
                     f"{least}, got {self.budget!r}"
@@ -168,7 +131,8 @@ class MethodSettings:
         if not self.may_branch:
             unused |= {"tree"}
         if self.method != "triforce":
-            unused |= {"inner_draft_tokens", "budget", "chunk_size", "draft_weights", "draft_kv"}
+            unused |= {"inner_draft_tokens", "budget", "chunk_size", "draft_kv"}
+            unused |= {"draft_weights", "copy_bits"}
         elif not self.has_drafter:
             unused |= {"inner_draft_tokens"}
         return [name for name in names if name in unused]
@@ -195,6 +159,19 @@ class MethodSettings:
         A CPU takes longer to multiply 8-bit numbers than to read 16 bits, so "auto" does not.
         """
         return self.draft_kv == INT8 or (on_gpu and self.draft_kv == AUTO)
+
+    @property
+    def bits_of_copies(self) -> int:
+        """Bits of the numbers of draft copies."""
+        return _COPY_BITS if self.copy_bits == AUTO else int(self.copy_bits)
+
+    @property
+    def with_smaller_copies(self) -> MethodSettings | None:
+        """These settings with draft copies in fewer bits; None if bits are not left to choose, or
+        if no copies draft.
+        """
+        free = self.copy_bits == self.draft_weights == AUTO and self.method == "triforce"
+        return replace(self, copy_bits=SMALLER_COPY_BITS) if free else None
 
     @property
     def scored_by(self) -> str:
@@ -324,7 +301,7 @@ class EngineConfig:
             _require_kind("placement", self.placement, Placement)
         for name in ("max_context", "block_tokens"):
             value = getattr(self, name)
-            if value is not None and not _whole(value, 1):
+            if value is not None and not is_whole(value, 1):
                 raise UsageError(f"{name} must be a positive whole number, got {value!r}")
         if self.block_tokens is not None and self.block_tokens & (self.block_tokens - 1):
             raise UsageError(f"block_tokens must be a power of two, got {self.block_tokens}")
@@ -334,7 +311,7 @@ class EngineConfig:
         _require_one_of("same_bits", self.same_bits, SAME_BITS)
         if (share := self.host_compute) != AUTO:
             object.__setattr__(self, "host_compute", parse_share("host_compute", share))
-        if not _whole(self.sequences, 1, MOST_SEQUENCES):
+        if not is_whole(self.sequences, 1, MOST_SEQUENCES):
             raise UsageError(f"sequences must be 1 to {MOST_SEQUENCES}, got {self.sequences!r}")
         if self.sequences > 1 and self.machine.gpus > 1:
             raise UsageError("several sequences at once are not possible on several GPUs yet")
@@ -393,7 +370,3 @@ def _require_one_of(name: str, value: object, choices: Sequence[str]) -> None:
 def _require_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise UsageError(f"{name} of an EngineConfig must be a {kind.__name__}, got {value!r}")
-
-
-def _whole(value: object, least: int, most: int | None = None) -> bool:
-    return type(value) is int and value >= least and (most is None or value <= most)

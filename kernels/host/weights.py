@@ -18,7 +18,7 @@ from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
-from triforce_kernels.weights.int4 import Int4Weight
+from triforce_kernels.weights.integers import IntegerWeight
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, reference_decode
 from triforce_kernels.weights.split_experts import SplitExpertsWeight
 from triforce_kernels.weights.stored import StoredWeight
@@ -73,8 +73,8 @@ def high_bits_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
     return _product(x, weight)
 
 
-def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    """`int4.int4_matmul`."""
+def integer_matmul(x: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
+    """`integers.integer_matmul`."""
     return _product(x, weight)
 
 
@@ -124,9 +124,10 @@ def _high_bits(weight: HighBitsWeight) -> Weight:
 
 
 @weight_struct.register
-def _int4(weight: Int4Weight) -> Weight:
+def _integers(weight: IntegerWeight) -> Weight:
     packed, scale = weight.packed, weight.scale
-    found = Weight(FORMATS["INT4"], weight.shape[1], packed.stride(0), packed.data_ptr())
+    form = FORMATS[f"INT{weight.bits}"]
+    found = Weight(form, weight.shape[1], packed.stride(0), packed.data_ptr())
     found.scale, found.offset = scale.data_ptr(), weight.offset.data_ptr()
     found.group, found.scale_format = weight.group, DENSE[scale.dtype]
     found.scale_stride = scale.stride(0)

@@ -145,7 +145,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
     import torch
     import torch.nn.functional as F
 
-    from triforce_kernels.weights.int4 import dequantise, quantise
+    from triforce_kernels.weights.integers import dequantise, quantise
 
     # Together larger than any processor cache, as a model's layers are.
     count = max(1, _MATRIX_BYTES // sum(rows * columns * 4 for rows, columns in matrices))

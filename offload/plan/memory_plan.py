@@ -44,7 +44,7 @@ class LayerPlan:
     nbytes: size of its exact weights as they are stored
     low_bytes: size of the low bits of its split matrices; 0 if nothing is split
     expert_bytes: size of its experts, if these alone are away; else 0
-    copy_bytes: size of its int4 draft copy on the device; 0 for none
+    copy_bytes: size of its draft copy on the device; 0 for none
     expert_slots: number of its experts that are on the device and in host memory
     experts: sizes of its experts one by one, if some are
     """
@@ -175,7 +175,7 @@ class MemoryPlan:
     @cached_property
     def layers(self) -> tuple[LayerPlan, ...]:
         needs, placement = self.requirements, self.placement
-        copies, apart = set(placement.int4_layers), set(placement.expert_layers)
+        copies, apart = set(placement.copied_layers), set(placement.expert_layers)
         where = dict.fromkeys(placement.streamed_layers, Where.HOST)
         for kind, layers in (
             (Where.SPLIT, placement.split_layers),
@@ -189,7 +189,7 @@ class MemoryPlan:
             if not low and where.get(layer) is Where.SPLIT:
                 del where[layer]  # no matrix of it could be split
             experts = needs.expert_bytes[layer] if layer in apart and needs.expert_bytes else 0
-            copy = needs.int4_bytes[layer] if layer in copies and needs.int4_bytes else 0
+            copy = needs.copy_bytes[layer] if layer in copies and needs.copy_bytes else 0
             plan = where.get(layer, Where.DEVICE), nbytes, low, experts, copy
             if experts and placement.expert_slots and where[layer] is Where.PROCESSOR:
                 plan = *plan, placement.expert_slots, needs.experts[layer]
@@ -250,7 +250,7 @@ class MemoryPlan:
         return {
             "layers": len(self.layers),
             "resident_weight_layers": sum(not layer.prefill_link_bytes for layer in self.layers),
-            "int4_layers": sum(layer.copy_bytes > 0 for layer in self.layers),
+            "copied_layers": sum(layer.copy_bytes > 0 for layer in self.layers),
             "file_layers": sum(layer.where is Where.FILE for layer in self.layers),
             "split_layers": sum(layer.where is Where.SPLIT for layer in self.layers),
             "processor_layers": sum(layer.where is Where.PROCESSOR for layer in self.layers),
@@ -260,7 +260,7 @@ class MemoryPlan:
 
     @property
     def can_draft(self) -> bool:
-        """Whether every layer is on the device: itself, by its high bits or by an int4 copy."""
+        """Whether every layer is on the device: itself, by its high bits or by a draft copy."""
         return all(layer.can_draft for layer in self.layers)
 
     @cached_property
@@ -278,7 +278,7 @@ class MemoryPlan:
             "kv": kv.device_bytes + needs.tail_bytes,
             "windows": needs.window_bytes,
             "states": needs.state_bytes,
-            "int4_copies": copies,
+            "draft_copies": copies,
             "drafting": needs.drafting_bytes
             + (needs.gather_bytes if kv.resident < kv.blocks else 0),
             "slots": placement.weight_slots * self.slot_bytes

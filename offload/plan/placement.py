@@ -21,7 +21,7 @@ class Placement:
         spread evenly; a number above the total means all blocks
     reclaimed_kv_blocks: number of further blocks that are on the device between prefills, in memory
         that only a prefill needs
-    int4_layers: layers with an int4 draft copy on the device
+    copied_layers: layers with an draft copy on the device
     file_layers: streamed layers that every pass reads from the checkpoint, because the host has no
         room for them
     split_layers: streamed layers of which only the low bits stream; the high bits stay on the
@@ -43,7 +43,7 @@ class Placement:
     kv_slots: int
     staging_slots: int
     reclaimed_kv_blocks: int = 0
-    int4_layers: tuple[int, ...] = ()
+    copied_layers: tuple[int, ...] = ()
     file_layers: tuple[int, ...] = ()
     split_layers: tuple[int, ...] = ()
     processor_layers: tuple[int, ...] = ()
@@ -79,8 +79,8 @@ class Placement:
 
     @property
     def can_draft(self) -> bool:
-        """Whether every layer is on the device: itself, by its high bits or by an int4 copy."""
-        return set(self.streamed_layers) <= {*self.int4_layers, *self.split_layers}
+        """Whether every layer is on the device: itself, by its high bits or by a draft copy."""
+        return set(self.streamed_layers) <= {*self.copied_layers, *self.split_layers}
 
     @property
     def uses_processor(self) -> bool:
@@ -107,7 +107,7 @@ def left_to_processor(share: float, blocks: int) -> int:
 
 # Each streamed layer is in one of these at most.
 _OF_STREAMED = ("file_layers", "split_layers", "processor_layers")
-LAYER_LISTS = ("streamed_layers", "int4_layers", *_OF_STREAMED, "expert_layers")
+LAYER_LISTS = ("streamed_layers", "copied_layers", *_OF_STREAMED, "expert_layers")
 _COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "reclaimed_kv_blocks")
 _COUNTS += ("expert_slots",)
 

@@ -31,9 +31,9 @@ def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
         return everything
     streamed = 0
     # Either the first parts of all layers are on the device, or none: the high bits, with which the
-    # whole model drafts, or all but the experts. Int4 copies are of whole layers, so with them
+    # whole model drafts, or all but the experts. Draft copies are of whole layers, so with them
     # nothing of a streamed layer is on the device twice.
-    last = needs.low_bytes or (() if needs.int4_bytes else needs.expert_bytes)
+    last = needs.low_bytes or (() if needs.copy_bytes else needs.expert_bytes)
     if last and _least(needs, needs.layers, parted=True).device_bytes > limit_bytes:
         last = ()
     least = _least(needs, streamed, parted=bool(last))
@@ -98,7 +98,7 @@ def _slots_ahead(needs: Requirements, kept: int) -> int:
 
 def least_to_draft(needs: Requirements) -> int:
     """Return the smallest device memory with which a retrieval level has every layer there: itself,
-    its high bits, or an int4 copy.
+    its high bits, or a draft copy.
     """
     plans = _smallest(needs)
     if needs.low_bytes:
@@ -118,7 +118,7 @@ def _everything(needs: Requirements) -> MemoryPlan:
     slots = int(needs.kv.split)
     copies = _copied(needs, ())
     return MemoryPlan(
-        needs, Placement((), True, needs.kv_blocks, 0, slots, slots, int4_layers=copies)
+        needs, Placement((), True, needs.kv_blocks, 0, slots, slots, copied_layers=copies)
     )
 
 
@@ -136,7 +136,7 @@ def _least(needs: Requirements, streamed: int, *, parted: bool = False) -> Memor
         min(WEIGHT_SLOTS, streamed),
         kv_slots,
         staging_slots,
-        int4_layers=_copied(needs, () if split else layers),
+        copied_layers=_copied(needs, () if split else layers),
         split_layers=layers if split else (),
         expert_layers=layers if parted and not split else (),
     )
@@ -144,9 +144,9 @@ def _least(needs: Requirements, streamed: int, *, parted: bool = False) -> Memor
 
 
 def _copied(needs: Requirements, streamed: tuple[int, ...]) -> tuple[int, ...]:
-    if not needs.int4_bytes:
+    if not needs.copy_bytes:
         return ()
-    return tuple(range(needs.layers)) if needs.int4_all else streamed
+    return tuple(range(needs.layers)) if needs.copies_all else streamed
 
 
 def place_on_host(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
@@ -190,7 +190,7 @@ def with_kv_instead(plan: MemoryPlan, more: int) -> MemoryPlan:
     """
     needs, placement = plan.requirements, plan.placement
     count = len(placement.streamed_layers) + more
-    fixed = placement.int4_layers or placement.split_layers or placement.file_layers
+    fixed = placement.copied_layers or placement.split_layers or placement.file_layers
     fixed = fixed or placement.processor_layers
     if fixed or not more or count > needs.layers:
         return plan

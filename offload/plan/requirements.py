@@ -28,9 +28,9 @@ class Requirements:
     prefill_workspace_bytes: temporaries of a prefill that fills the context
     pass_workspace_bytes: temporaries of a pass, of drafting and of sampling
     drafting_bytes: everything used for drafting, such as a retrieval cache; always on the device
-    int4_bytes: size of each layer's int4 draft copy; empty if there are none
-    int4_all: whether resident layers have a copy too
-    decoding_bytes: temporaries of products with int4 draft copies
+    copy_bytes: size of each layer's draft copy; empty if there are none
+    copies_all: whether resident layers have a copy too
+    decoding_bytes: temporaries of products with draft copies
     gather_bytes: size of the device buffers through which chunks of streamed KV are retrieved; the
         host has buffers of the same size
     kv_layers: layers that store KV in blocks; None if all do
@@ -50,8 +50,8 @@ class Requirements:
     max_pass_tokens: int
     drafting_bytes: int = 0
     gather_bytes: int = 0
-    int4_bytes: tuple[int, ...] = ()
-    int4_all: bool = False
+    copy_bytes: tuple[int, ...] = ()
+    copies_all: bool = False
     decoding_bytes: int = 0
     low_bytes: tuple[int, ...] = ()
     expert_bytes: tuple[int, ...] = ()

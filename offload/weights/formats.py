@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from triforce_kernels.weights.blocks import BlockWeight
     from triforce_kernels.weights.high_bits import HighBitsWeight
-    from triforce_kernels.weights.int4 import Int4Weight
+    from triforce_kernels.weights.integers import IntegerWeight
     from triforce_kernels.weights.linear import StackedWeight, Weight
     from triforce_kernels.weights.split_bf16 import SplitBF16Weight
     from triforce_kernels.weights.split_experts import SplitExpertsWeight
@@ -59,6 +59,7 @@ class Read(Enum):
     SPLIT_BF16: all bits of split bfloat16
     HIGH: high bits alone
     GROUPS: groups of 4-bit numbers
+    SMALL_GROUPS: groups of 3-bit numbers
     BLOCKS: blocks of a few bits a number, of GGUF and FP8
     """
 
@@ -66,6 +67,7 @@ class Read(Enum):
     SPLIT_BF16 = "split bf16"
     HIGH = "high bits"
     GROUPS = "groups"
+    SMALL_GROUPS = "small groups"
     BLOCKS = "blocks"
 
 
@@ -195,36 +197,39 @@ class Blocks(Matrix):
 
 @dataclass(frozen=True)
 class Groups(Format):
-    """A matrix of 4-bit integers, with a scale and an offset in `dtype` for each `group` columns of
-    a row (`triforce_kernels.weights.int4`).
+    """A matrix of integers of 3 or 4 bits, with a scale and an offset in `dtype` for each `group`
+    columns of a row (`triforce_kernels.weights.integers`).
     """
 
     multiplies_experts: ClassVar[bool] = True
-
-    read: ClassVar[Read] = Read.GROUPS
 
     rows: int
     columns: int
     group: int
     dtype: ElementType
+    bits: int = 4
+
+    @property
+    def read(self) -> Read:  # type: ignore[override]
+        return Read.GROUPS if self.bits == 4 else Read.SMALL_GROUPS
 
     @property
     def nbytes(self) -> int:
         return aligned(self._packed_bytes) + 2 * aligned(self._scale_bytes)
 
-    def view(self, buffer: torch.Tensor) -> Int4Weight:
-        from triforce_kernels.weights.int4 import Int4Weight
+    def view(self, buffer: torch.Tensor) -> IntegerWeight:
+        from triforce_kernels.weights.integers import IntegerWeight
 
         packed = buffer[: self._packed_bytes].view(self.rows, -1)
         after, scales = aligned(self._packed_bytes), []
         for start in (after, after + aligned(self._scale_bytes)):
             scale = buffer[start : start + self._scale_bytes].view(self.dtype)
             scales.append(scale.view(-1, self.rows))
-        return Int4Weight(packed, *scales, self.group)
+        return IntegerWeight(packed, *scales, self.group, self.bits)
 
     @property
     def _packed_bytes(self) -> int:
-        return self.rows * self.columns // 2
+        return self.rows * self.columns * self.bits // 8
 
     @property
     def _scale_bytes(self) -> int:

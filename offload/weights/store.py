@@ -15,8 +15,8 @@ from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.memory.host import HostBuffers, HostMemory
 from triforce_offload.plan.memory_plan import LayerPlan, Where
 from triforce_offload.schedule import WEIGHTS
+from triforce_offload.weights.draft_copies import DraftCopies
 from triforce_offload.weights.expert_pool import ExpertPool
-from triforce_offload.weights.int4_copies import Int4Copies
 from triforce_offload.weights.layouts import FlatLayout, Views
 from triforce_offload.weights.locations import (
     DeviceLocation,
@@ -198,13 +198,13 @@ class ResidentWeights:
     """The layers of a model that drafts, all on the device, exact or not."""
 
     def __init__(
-        self, store: WeightStore, int4_copies: Int4Copies | None = None, *, high: bool = False
+        self, store: WeightStore, draft_copies: DraftCopies | None = None, *, high: bool = False
     ) -> None:
-        """int4_copies: int4 draft copies, which replace the layers that they are of
+        """draft_copies: draft copies, which replace the layers that they are of
         high: whether to read only the high bits of split layers, as is necessary if their low bits
             stream
         """
-        instead = int4_copies.views if int4_copies else {}
+        instead = draft_copies.views if draft_copies else {}
         self._views: list[Views] = []
         for layer, (layout, location) in enumerate(
             zip(store.layouts, store.locations, strict=True)

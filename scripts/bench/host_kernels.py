@@ -20,7 +20,7 @@ import torch
 from frame import Benchmark, Figures, Option
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.host.library import sum_of, vectors
-from triforce_kernels.weights import int4, split_bf16
+from triforce_kernels.weights import integers, split_bf16
 from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         torch.set_num_threads(args.threads)
     yield {"vectors": vectors(), "columns": COLUMNS, "mib": args.mib}
     memory = torch.ones(args.mib << 17, dtype=torch.int64)
-    for name in (*BLOCKS, "float32", "split bf16", "high bits", "int4"):
+    for name in (*BLOCKS, "float32", "split bf16", "high bits", "int4", "int3"):
         weight, nbytes = make(name, args.mib << 20)
         seconds: dict[int, list[float]] = {rows: [] for rows in ROWS}
         reading: list[float] = []
@@ -90,14 +90,15 @@ def make(name: str, nbytes: int) -> tuple[Weight, int]:
         value = 127 if name == "MXFP4" else 0
         data = torch.full((rows, kind.row_bytes(COLUMNS)), value, dtype=torch.uint8)
         return BlockWeight(data, kind, COLUMNS), data.nbytes
-    each = {"float32": 4, "split bf16": 1.5, "high bits": 1, "int4": 0.5}[name]
+    each = {"float32": 4, "split bf16": 1.5, "high bits": 1, "int4": 0.5, "int3": 0.375}[name]
     dense = torch.randn(int(nbytes / each) // COLUMNS, COLUMNS)
     if name == "float32":
         return dense, dense.nbytes
-    if name == "int4":
-        packed = torch.zeros(len(dense), COLUMNS // 2, dtype=torch.uint8)
+    if name.startswith("int"):
+        bits = int(name[-1])
+        packed = torch.zeros(len(dense), COLUMNS * bits // 8, dtype=torch.uint8)
         scale = torch.ones(COLUMNS // 64, len(dense))
-        weight = int4.Int4Weight(packed, scale, scale.clone(), 64)
+        weight = integers.IntegerWeight(packed, scale, scale.clone(), 64, bits)
         return weight, weight.nbytes
     split = split_bf16.encode(dense.bfloat16())
     whole = split.high.nbytes + split.low.nbytes

@@ -22,7 +22,7 @@ from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.sampling import sampling
 from triforce_kernels.weights.block_types import BLOCK_TYPES
 from triforce_kernels.weights.blocks import BlockWeight, block_matmul, decode
-from triforce_kernels.weights.int4 import int4_matmul, quantise
+from triforce_kernels.weights.integers import integer_matmul, quantise
 from triforce_offload.machine.probe import Rates
 from triforce_offload.memory.host import CudaDriver, HostMemory
 
@@ -344,8 +344,8 @@ class KernelCases:
         packed = [quantise(self.draw(out, width)) for _ in range(CALLS)]
         nbytes, rows_of = packed[0].nbytes, (1, 8, 17, 64)
         dense = [self.draw(out, width) for _ in range(2)]
-        group = ", group 64"
-        yield from self.products("int4_matmul", packed, nbytes, int4_matmul, dense, rows_of, group)
+        product, group = integer_matmul, ", group 64"
+        yield from self.products("integer_matmul", packed, nbytes, product, dense, rows_of, group)
         for dtype in dict.fromkeys((self.dtype, torch.bfloat16)):
             if product := self._shipped(out, width, dtype):
                 for rows in rows_of:

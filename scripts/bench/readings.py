@@ -3,8 +3,9 @@
 SmolLM2-135M as a bfloat16 checkpoint, computed in float32 by transformers, so that only the fewer
 bits cause rounding. It continues parts of the Python manual at temperature 0.6, top-p 0.9. Then
 each rounded model processes the same tokens, and its acceptance is the mean of sum(min(p, q)). The
-project's kernels split the numbers and decode the high bits. No figure depends on the machine's
-speed.
+project's kernels split the numbers and decode the high bits, and round to groups as draft copies
+are: with errors that count by what a column multiplies when the model reads 256 random tokens. No
+figure depends on the machine's speed.
 
     python scripts/bench readings [--tokens 2000 6000] [--stretches 3] [--new-tokens 192]
 
@@ -17,6 +18,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -26,7 +28,8 @@ from bench.workloads import MODEL, SAMPLING, stretches
 from frame import Benchmark, Figures, Option
 from triforce_kernels.kv.rounding import rounded, scale_of
 from triforce_kernels.sampling.sampling import distribution
-from triforce_kernels.weights.int4 import dequantise, quantise
+from triforce_kernels.weights.inputs import InputSizes
+from triforce_kernels.weights.integers import dequantise, quantise
 from triforce_kernels.weights.split_codes import base_of, high_codes, middle_bits
 
 TEMPERATURE, TOP_P = SAMPLING.values()
@@ -34,8 +37,12 @@ TEMPERATURE, TOP_P = SAMPLING.values()
 DRAFT = 24
 # Columns that share a scale. SmolLM2's own file uses groups of 32, which would show no error.
 GROUP = 64
+# Random tokens that show what columns multiply (`loading/fill_copies`).
+TOKENS = 256
 
 Reading = Callable[[torch.Tensor], torch.Tensor]
+# Takes a matrix, and the sizes of what its columns multiply.
+LayerReading = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -47,9 +54,16 @@ def high_bits(numbers: torch.Tensor, dim: int = 1) -> torch.Tensor:
     return middle_bits(high, base.to(torch.uint8)).view(torch.bfloat16).float()
 
 
-def groups(matrix: torch.Tensor) -> torch.Tensor:
-    """Round to 4 bits in groups that share a scale."""
-    return dequantise(quantise(matrix, GROUP)).float()
+def high_bits_of_layer(matrix: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """`high_bits`; inputs: not used"""
+    return high_bits(matrix)
+
+
+def groups(
+    matrix: torch.Tensor, inputs: torch.Tensor, *, bits: int, alike: bool = False
+) -> torch.Tensor:
+    """Round to few bits in groups that share a scale. alike: whether all columns count alike"""
+    return dequantise(quantise(matrix, GROUP, None if alike else inputs, bits)).float()
 
 
 def whole_numbers(numbers: torch.Tensor) -> torch.Tensor:
@@ -59,15 +73,24 @@ def whole_numbers(numbers: torch.Tensor) -> torch.Tensor:
 
 
 # The bits per number, and the roundings of layer matrices, the output matrix, and keys and values.
-READINGS: dict[str, tuple[float, Reading | None, Reading | None, Reading | None]] = {
-    "layers by high bits": (8, high_bits, None, None),
+READINGS: dict[str, tuple[float, LayerReading | None, Reading | None, Reading | None]] = {
+    "layers by high bits": (8, high_bits_of_layer, None, None),
     "output matrix by high bits": (8, None, high_bits, None),
-    "both": (8, high_bits, high_bits, None),
-    f"layers in groups of {GROUP} of 4 bits": (4.5, groups, None, None),
+    "both": (8, high_bits_of_layer, high_bits, None),
+    **{
+        f"layers in groups of {GROUP} of {bits} bits{how}": (
+            bits + 0.5,
+            partial(groups, bits=bits, alike=bool(how)),
+            None,
+            None,
+        )
+        for bits in (4, 3)
+        for how in ("", ", all columns alike")
+    },
     "KV by high bits": (8, None, None, lambda kv: high_bits(kv, 2)),
     "KV in whole numbers": (8, None, None, whole_numbers),
-    "layers by high bits, KV in whole numbers": (8, high_bits, None, whole_numbers),
-    "layers and KV by high bits": (8, high_bits, None, lambda kv: high_bits(kv, 2)),
+    "layers by high bits, KV in whole numbers": (8, high_bits_of_layer, None, whole_numbers),
+    "layers and KV by high bits": (8, high_bits_of_layer, None, lambda kv: high_bits(kv, 2)),
 }
 
 
@@ -78,7 +101,8 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     )
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().float()
-    readers = {name: reader(model, *how[1:3]) for name, how in READINGS.items()}
+    sizes = input_sizes(model)
+    readers = {name: reader(model, sizes, *how[1:3]) for name, how in READINGS.items()}
     yield {
         "model": f"{MODEL} bfloat16, computed in float32",
         **SAMPLING,
@@ -107,8 +131,31 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
             yield {"readings": {name: {str(tokens): entry}}}
 
 
+@torch.no_grad()
+def input_sizes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the sizes of what the columns of each layer's matrix multiply, by its name."""
+    sizes, hooks = InputSizes(), []
+    linears = {
+        name: module
+        for name, module in model.model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    for module in linears.values():
+        hooks.append(
+            module.register_forward_pre_hook(lambda made, args: sizes.add(args[0], made.weight))
+        )
+    coins = torch.Generator().manual_seed(0)
+    model(torch.randint(model.config.vocab_size, (1, TOKENS), generator=coins))
+    for hook in hooks:
+        hook.remove()
+    return {name: sizes.of(module.weight) for name, module in linears.items()}
+
+
 def reader(
-    model: torch.nn.Module, of_layers: Reading | None, of_head: Reading | None
+    model: torch.nn.Module,
+    sizes: dict[str, torch.Tensor],
+    of_layers: LayerReading | None,
+    of_head: Reading | None,
 ) -> torch.nn.Module:
     """Return the model with some of its matrices rounded."""
     if of_layers is of_head is None:
@@ -116,7 +163,7 @@ def reader(
     made = copy.deepcopy(model)
     for name, module in made.model.named_modules():
         if of_layers and name and isinstance(module, torch.nn.Linear):
-            module.weight.data = of_layers(module.weight.data)
+            module.weight.data = of_layers(module.weight.data, sizes[name])
     if of_head:
         # Leave the embedding exact, which shares its matrix with the head.
         made.lm_head.weight = torch.nn.Parameter(of_head(model.lm_head.weight.data))

@@ -36,9 +36,10 @@ from frame import Benchmark, Figures, Option
 from triforce_core import Engine, SamplingParams
 from triforce_core.bench.bench import Bench
 from triforce_core.bench.settings import BenchSettings
+from triforce_core.machine_settings import MachineSettings
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.config import ModelConfig
-from triforce_core.settings import EngineConfig, MachineSettings
+from triforce_core.settings import EngineConfig
 from triforce_offload.plan.placement import Placement
 
 LAYERS = tuple(range(18))

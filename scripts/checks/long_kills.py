@@ -1,6 +1,6 @@
 """K2: kill runs at random moments, and repeat each of them to its end.
 
-The runs use a tiny model whose KV streams. They write int4 copies of its layers, statistics, a
+The runs use a tiny model whose KV streams. They write draft copies of its layers, statistics, a
 timeline and a saved context; a kill may hit any of these writes. The run after a killed one must
 give the same text, and no file of the killed run may remain.
 

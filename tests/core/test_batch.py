@@ -30,7 +30,7 @@ PLACED = {
     "resident": PLACEMENTS["resident"],
     "kv": PLACEMENTS["kv-one-slot"],
     "in part": Placement((), True, 40, 0, 2, 1),
-    "both": Placement((0, 1, 2), False, 0, 1, 1, 1, int4_layers=(0, 1, 2)),
+    "both": Placement((0, 1, 2), False, 0, 1, 1, 1, copied_layers=(0, 1, 2)),
 }
 
 
@@ -39,7 +39,7 @@ def engine(path, method: str = "auto", placed: str = "kv", **options: object) ->
     where = PLACED.get(placed)
     if where and "budget" not in chosen:
         # Nothing is copied where nothing drafts by it.
-        where = replace(where, int4_layers=())
+        where = replace(where, copied_layers=())
     return Engine.from_pretrained(
         path,
         **{

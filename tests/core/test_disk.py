@@ -74,7 +74,7 @@ def test_the_text_is_the_same_with_host_memory_for_less_than_the_weights(
 
 
 def test_drafts_come_from_the_device_while_layers_come_from_disk(model) -> None:
-    placement = Placement(ALL, False, 0, 2, 3, 2, int4_layers=ALL)
+    placement = Placement(ALL, False, 0, 2, 3, 2, copied_layers=ALL)
     options = {"method": "triforce", "budget": 32, "placement": placement, "draft_tokens": 4}
     with engine(model) as plain:
         expected = plain.generate(PROMPT, GREEDY).token_ids

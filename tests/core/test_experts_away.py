@@ -91,7 +91,7 @@ def test_quantised_experts(tmp_path, stored: str, processor: tuple[int, ...]) ->
 def test_copies_in_4_bits_draft_for_layers_whose_experts_stream(tiny) -> None:
     path, model = tiny("qwen3_moe")
     theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=20, do_sample=False)
-    placement = replace(ALL, int4_layers=(0, 1, 2))
+    placement = replace(ALL, copied_layers=(0, 1, 2))
     with engine(path, placement=placement, draft="none", budget=32, draft_tokens=3) as running:
         result = running.generate(PROMPT, GREEDY)
     assert result.stats["levels"] == ["retrieval", "target"]

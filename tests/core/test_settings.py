@@ -15,8 +15,9 @@ from triforce_core.bench.settings import TESTS, BenchSettings
 from triforce_core.cli.main import _parser, main
 from triforce_core.cli.options import engine_config, given
 from triforce_core.loading import open_model as opening
+from triforce_core.machine_settings import MachineSettings
 from triforce_core.plan.plan import Plan
-from triforce_core.settings import EngineConfig, MachineSettings, MethodSettings
+from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.placement import Placement
 

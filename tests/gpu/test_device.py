@@ -10,7 +10,7 @@ from triforce_kernels.attention.attention import partial_attention, reference_at
 from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
-from triforce_kernels.weights.int4 import quantise
+from triforce_kernels.weights.integers import quantise
 from triforce_kernels.weights.linear import linear
 from triforce_kernels.weights.split_bf16 import encode
 from triforce_offload.graphs import CudaRecorder
@@ -148,7 +148,7 @@ def test_recorders_share_a_stream_and_its_workspace() -> None:
 
 @pytest.mark.not_simulated("the interpreter multiplies as the processor does")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("weight", ["int4", "split", "high", "Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("weight", ["int4", "int3", "split", "high", "Q4_K", "Q6_K", "Q8_0"])
 def test_rows_of_products_have_the_same_bits_in_tiles_of_one_size(weight, dtype) -> None:
     """Wherever a row is, and whatever is beside it; the depth of this matrix is divided. Tiles of
     16 rows and of 64 may differ: on an H200 those of 64 use other instructions.
@@ -156,8 +156,8 @@ def test_rows_of_products_have_the_same_bits_in_tiles_of_one_size(weight, dtype)
     columns, depth = 1536, 2048
     generator = torch.Generator().manual_seed(0)
     dense = torch.randn(columns, depth, generator=generator) * 0.02
-    if weight == "int4":
-        packed = quantise(dense.to(DEVICE, dtype))
+    if weight in ("int3", "int4"):
+        packed = quantise(dense.to(DEVICE, dtype), bits=int(weight[-1]))
     elif weight in ("split", "high"):
         packed = encode(dense.bfloat16().to(DEVICE))
         packed = HighBitsWeight.of(packed) if weight == "high" else packed

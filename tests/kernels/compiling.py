@@ -52,7 +52,7 @@ from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import FUSED, BlockWeight, block_matmul, decode
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
-from triforce_kernels.weights.int4 import int4_matmul, quantise
+from triforce_kernels.weights.integers import integer_matmul, quantise
 from triforce_kernels.weights.linear import linear
 from triforce_kernels.weights.split_bf16 import decode as decode_split
 from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmul
@@ -285,8 +285,10 @@ def launch_coded(dtype: torch.dtype) -> None:
     for rows in (1, FEW_ROWS + 1):
         with same_bits(wanted=True):
             linear(empty(rows, 4096), empty(4096, 4096))
-    for rows in (1, 17, 64):
-        int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
+    for bits in (3, 4):
+        integers = quantise(torch.zeros(4096, 4096, dtype=dtype), bits=bits)
+        for rows in (1, 17, 64):
+            integer_matmul(empty(rows, 4096), integers)
     weight = encode(torch.zeros(64, 4096, dtype=torch.bfloat16))
     decode_split(weight)
     decode_rows(weight, torch.zeros(3, dtype=torch.int64))
@@ -321,6 +323,7 @@ def launch_experts(dtype: torch.dtype) -> None:
     weights = [
         torch.empty(count * columns, depth, dtype=dtype),
         quantise(torch.zeros(count * columns, depth, dtype=dtype)),
+        quantise(torch.zeros(count * columns, depth, dtype=dtype), bits=3),
         split,
         apart.view(torch.zeros(apart.nbytes, dtype=torch.uint8)),
         HighBitsWeight.of(split),

@@ -14,7 +14,7 @@ HEADS, OUT, IN = 5, 48, 64
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED)
-@pytest.mark.parametrize("form", ["dense", "int4", "split", "high", "blocks"])
+@pytest.mark.parametrize("form", ["dense", "int4", "int3", "split", "high", "blocks"])
 @pytest.mark.parametrize("rows", [1, 16, 21, 70])
 def test_each_head_is_multiplied_by_its_own_matrix(backend, draw, dtype, form, rows) -> None:
     weight = formats(draw, HEADS * OUT, IN, dtype)[form]

@@ -21,7 +21,7 @@ from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.block_types import BLOCK_TYPES
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
-from triforce_kernels.weights.int4 import quantise
+from triforce_kernels.weights.integers import quantise
 from triforce_kernels.weights.linear import Weight, dense_rows, rows_of
 from triforce_kernels.weights.split_bf16 import encode
 from triforce_kernels.weights.split_experts import SplitExpertsWeight
@@ -40,9 +40,11 @@ def formats(draw, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Weig
     bits = torch.randint(0, 200, (rows, BLOCK_TYPES["Q8_0"].row_bytes(columns)))
     data = bits.to(DEVICE, torch.uint8)
     data.unflatten(1, (-1, 34))[..., :2] = torch.tensor([0, 0x24], dtype=torch.uint8)
+    three = {} if columns % 64 else {"int3": quantise(dense, bits=3)}
     return {
         "dense": dense,
         "int4": quantise(dense, 32),
+        **three,
         "split": split,
         "apart": apart(dense, 5),
         "high": HighBitsWeight(split.high, split.base),
@@ -92,10 +94,10 @@ def test_rows_without_an_expert_are_in_no_tile(backend) -> None:
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", INTERPRETED)
-@pytest.mark.parametrize("name", ["dense", "int4", "split", "apart", "high", "blocks"])
+@pytest.mark.parametrize("name", ["dense", "int4", "int3", "split", "apart", "high", "blocks"])
 def test_products_equal_those_with_each_expert(backend, draw, name, dtype) -> None:
     """The number of columns is no multiple of a tile, nor of what lists of exceptions count in."""
-    count, columns, depth = 5, 40, 96
+    count, columns, depth = 5, 40, 192
     weight = formats(draw, count * columns, depth, dtype)[name]
     x = draw(18, depth + 8, dtype=dtype)[:, :depth]
     generator = torch.Generator().manual_seed(2)
@@ -107,7 +109,7 @@ def test_products_equal_those_with_each_expert(backend, draw, name, dtype) -> No
     assert_near(found, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["dense", "int4", "split", "high", "blocks"])
+@pytest.mark.parametrize("name", ["dense", "int4", "int3", "split", "high", "blocks"])
 def test_rows_of_a_weight_are_its_rows(draw, name) -> None:
     weight = formats(draw, 90, 64, torch.float32)[name]
     assert torch.equal(numbers(rows_of(weight, 37, 70)), numbers(weight)[37:70])

@@ -20,7 +20,7 @@ from triforce_kernels.experts.grouped import in_tiles
 from triforce_kernels.host import library as found
 from triforce_kernels.host import structures
 from triforce_kernels.host import weights as host
-from triforce_kernels.weights import blocks, int4, split_bf16
+from triforce_kernels.weights import blocks, integers, split_bf16
 from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
@@ -70,9 +70,10 @@ def weights(columns: int) -> dict[str, Weight]:
         "part of split bf16": split.rows(5, 36),
         "high bf16": HighBitsWeight.of(split),
     }
-    for group in int4.GROUPS:
-        if columns % group == 0:
-            made[f"int4 of {group}"] = int4.quantise(dense, group)
+    for bits, groups in integers.GROUPS.items():
+        for group in groups:
+            if columns % group == 0:
+                made[f"int{bits} of {group}"] = integers.quantise(dense, group, bits=bits)
     for kind in KINDS:
         if columns % kind.elements == 0:
             made[kind.name] = BlockWeight(random_blocks(kind, 37, columns), kind, columns)
@@ -115,7 +116,7 @@ def test_rows_in_half_precision_multiply_numbers_that_are_not_rounded(
 ) -> None:
     """At most the result is rounded, with few rows and with many."""
     for name, weight in weights(512).items():
-        if "int4" in name:
+        if name.startswith("int"):
             continue  # Its scales are in the dtype of the rows.
         exact = torch.cat([rows for _, rows in _dense(weight)]).double()
         for rows in (1, 4, 64, 70):

@@ -19,7 +19,7 @@ from triforce_kernels.dispatch import HOST
 from triforce_kernels.host.layer import NormKind, Operation
 from triforce_kernels.host.library import library
 from triforce_kernels.host.sequence import Sequence
-from triforce_kernels.weights import int4, split_bf16
+from triforce_kernels.weights import integers, split_bf16
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.linear import StackedWeight, Weight, linear
 
@@ -45,8 +45,9 @@ def weights(rows: int, columns: int, seed: int) -> dict[str, Weight]:
         "bfloat16": dense.bfloat16(),
         "split": split,
         "high bits": HighBitsWeight.of(split),
-        "int4": int4.quantise(dense),
-        "stacked": StackedWeight((dense[:half].half(), int4.quantise(dense[half:]))),
+        "int4": integers.quantise(dense),
+        "int3": integers.quantise(dense, bits=3),
+        "stacked": StackedWeight((dense[:half].half(), integers.quantise(dense[half:]))),
     }
 
 

@@ -180,9 +180,9 @@ def _matrices(draw, rows: int, columns: int, dtype: torch.dtype) -> dict:
     return found
 
 
-@pytest.mark.parametrize("kind", ["dense", "int4", SPLIT, "high", "blocks", "stacked"])
+@pytest.mark.parametrize("kind", ["dense", "int4", "int3", SPLIT, "high", "blocks", "stacked"])
 def test_products(draw, dtype, kind: str) -> None:
-    columns, depth = 48, 288
+    columns, depth = 48, 320
     weight = _matrices(draw, columns, depth, dtype)[kind]
     x, bias = draw(2 * FEW_ROWS + 9, depth, dtype=dtype), draw(weight.shape[0], dtype=dtype)
     whole = linear(x, weight, bias)

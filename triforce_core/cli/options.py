@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from triforce_core.cli.parser import Explained, Options, for_experts
+from triforce_core.machine_settings import MachineSettings
 from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     AUTO,
@@ -20,7 +21,6 @@ from triforce_core.settings import (
     SAME_BITS,
     WEIGHTS,
     EngineConfig,
-    MachineSettings,
     MethodSettings,
 )
 from triforce_offload.errors import UsageError
@@ -228,7 +228,7 @@ def seed(text: str) -> int | None:
 
 
 def draft_length(text: str) -> int | str:
-    """Parse a draft length: a number or "auto"."""
+    """Parse a draft length, or a number of bits: a number or "auto"."""
     return _number_or(text, AUTO)
 
 

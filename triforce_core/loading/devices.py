@@ -6,8 +6,8 @@ from functools import cache, partial
 
 import torch
 
+from triforce_core.machine_settings import MachineSettings
 from triforce_core.plan.machine import Device
-from triforce_core.settings import MachineSettings
 from triforce_kernels.dispatch import HOST, TRITON, KernelsError, backend
 from triforce_kernels.weights.blocks import can_decode, has_kernel
 from triforce_kernels.weights.linear import widens

@@ -33,8 +33,8 @@ from triforce_offload.memory.host import HostMemory
 from triforce_offload.plan.memory_plan import LayerPlan, Where
 from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
+from triforce_offload.weights.draft_copies import RECIPE, DraftCopies
 from triforce_offload.weights.formats import dtype_name
-from triforce_offload.weights.int4_copies import RECIPE, Int4Copies
 from triforce_offload.weights.layouts import FlatLayout, Views
 from triforce_offload.weights.store import WeightStore
 
@@ -82,8 +82,8 @@ class Execution:
                 same_bits=sizes.same_bits,
             )
             small = self._small_model(target)
-            int4_copies = self._int4_copies()
-            source = LayerSource(self.checkpoint, memory, int4_copies, self._report())
+            draft_copies = self._draft_copies()
+            source = LayerSource(self.checkpoint, memory, draft_copies, self._report())
             runtime = Runtime(
                 memory, self.host, link, plan, layouts.layers, source.fill, tracer, source.loaded
             )
@@ -97,7 +97,7 @@ class Execution:
             resolved.budget,
             *self._parts(),
             small,
-            int4_copies,
+            draft_copies,
             recorder,
             stack.pop_all(),
             weights=resolved.weights,
@@ -144,12 +144,12 @@ class Execution:
             return ends
         return replace(ends, first=share.vocab[share.rank].start, widths=share.widths)
 
-    def _int4_copies(self) -> Int4Copies | None:
-        plan, layouts = self.resolved.memory, self.resolved.sizes.int4_layouts
-        if not self.resolved.budget or not layouts or not plan.placement.int4_layers:
+    def _draft_copies(self) -> DraftCopies | None:
+        plan, layouts = self.resolved.memory, self.resolved.sizes.copy_layouts
+        if not self.resolved.budget or not layouts or not plan.placement.copied_layers:
             return None
-        copies = Int4Copies(
-            {layer: layouts[layer] for layer in plan.placement.int4_layers},
+        copies = DraftCopies(
+            {layer: layouts[layer] for layer in plan.placement.copied_layers},
             self.memory,
             plan.requirements.decoding_bytes,
             self._copies_cache(),
@@ -158,13 +158,14 @@ class Execution:
         return copies
 
     def _copies_cache(self) -> LayerCache | None:
-        """Return the cache in which int4 copies persist between runs; None if the weights are not
+        """Return the cache in which draft copies persist between runs; None if the weights are not
         in files.
         """
         checkpoint, ranks = self.checkpoint, self.ranks
         if not checkpoint.files:
             return None
-        recipe = f"{RECIPE} of {dtype_name(self.resolved.sizes.dtype)}"
+        sizes = self.resolved.sizes
+        recipe = f"{RECIPE} in {sizes.method.bits_of_copies} bits of {dtype_name(sizes.dtype)}"
         if ranks.count > 1:
             recipe += f", rank {ranks.index} of {ranks.count}"
         return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)

@@ -1,4 +1,4 @@
-"""Int4 draft copies, rounded by what their matrices multiply, which a short prefill shows."""
+"""Draft copies, rounded by what their matrices multiply, which a short prefill shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triforce_core.model.fused import FusedLayer
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_kernels.weights.inputs import InputSizes, added_to
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.weights.int4_copies import Int4Copies
+from triforce_offload.weights.draft_copies import DraftCopies
 from triforce_offload.weights.layouts import Views
 from triforce_offload.weights.store import Weights
 
@@ -32,7 +32,7 @@ def fill_copies(models: Models, progress: Callable[[str, int, int], None]) -> No
     progress: called with "round", the layers done and the number of layers
     Raises DoesNotFitError, LinkError or RankError.
     """
-    copies, runtime, model = models.int4_copies, models.runtime, models.target
+    copies, runtime, model = models.draft_copies, models.runtime, models.target
     lacks = copies is not None and bool(copies.missing)
     if models.ranks.count > 1:
         lacks = not models.ranks.least(int(not lacks))
@@ -57,7 +57,7 @@ def fill_copies(models: Models, progress: Callable[[str, int, int], None]) -> No
 class _Copying:
     """Weights for a prefill. When a layer was computed, its copy is made."""
 
-    def __init__(self, weights: Weights, copies: Int4Copies | None) -> None:
+    def __init__(self, weights: Weights, copies: DraftCopies | None) -> None:
         self._weights = weights
         self._copies = copies
 

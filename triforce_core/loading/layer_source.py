@@ -14,7 +14,7 @@ from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.linear import Weight
 from triforce_offload.errors import CannotSplitError
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.weights.int4_copies import Int4Copies
+from triforce_offload.weights.draft_copies import DraftCopies
 from triforce_offload.weights.layouts import Views
 
 
@@ -69,19 +69,19 @@ ReadableDrafter = Readable | ReadableHead
 
 
 class LayerSource:
-    """A loader of layers. It also reads their int4 draft copies where the cache has them."""
+    """A loader of layers. It also reads their draft copies where the cache has them."""
 
     def __init__(
         self,
         checkpoint: ReadableDrafter,
         memory: DeviceMemory,
-        int4_copies: Int4Copies | None = None,
+        draft_copies: DraftCopies | None = None,
         report: Callable[[], None] = lambda: None,
     ) -> None:
         """report: called in any thread when a layer is loaded"""
         self._checkpoint = checkpoint
         self._memory = memory
-        self._int4_copies = int4_copies
+        self._draft_copies = draft_copies
         self._report = report
         self._cannot_split: dict[int, CannotSplitError] = {}
         self._all_loaded = False
@@ -102,10 +102,10 @@ class LayerSource:
                 self._cannot_split[layer] = error
 
     def loaded(self, layer: int) -> None:
-        """Read the int4 copy of a layer that was loaded, if the cache has it."""
-        if self._int4_copies and layer not in self._cannot_split:
+        """Read the draft copy of a layer that was loaded, if the cache has it."""
+        if self._draft_copies and layer not in self._cannot_split:
             with torch.inference_mode(), self._memory.current():
-                self._int4_copies.restore(layer)
+                self._draft_copies.restore(layer)
         self._report()
 
     def end(self) -> None:

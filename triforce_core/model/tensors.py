@@ -30,10 +30,10 @@ from triforce_offload.weights.formats import (
 )
 from triforce_offload.weights.layouts import FlatLayout
 
-# Columns of a group of an int4 copy; the first number that divides a row is taken. SmolLM2-135M
-# accepts .937 of the tokens that its int4 copy drafts with groups of 64, and .891 with groups of
-# 192.
-_GROUPS = (64, 32)
+# Columns of a group of a draft copy, by its bits; the first number that divides a row is taken.
+# SmolLM2-135M accepted .937 of the tokens that its copy in 4 bits drafted with groups of 64, and
+# .891 with groups of 192.
+_GROUPS = {4: (64, 32), 3: (64,)}
 
 
 # Returns the format for a matrix's name and shape.
@@ -46,14 +46,14 @@ def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     return tuple((s[0], s[1]) for s in chain.from_iterable(shapes))
 
 
-def int4_layouts(config: ModelConfig, dtype: ElementType) -> tuple[FlatLayout, ...]:
-    """Return the layout of each layer in 4 bits. A matrix is dense if its rows are no whole
+def copy_layouts(config: ModelConfig, dtype: ElementType, bits: int) -> tuple[FlatLayout, ...]:
+    """Return the layout of each layer in 3 or 4 bits. A matrix is dense if its rows are no whole
     groups.
     """
     layouts = {
         spec: FlatLayout.of(
             {
-                name: _grouped(name, shape, dtype)
+                name: _grouped(name, shape, dtype, bits)
                 for name, shape in spec.shapes(config.hidden).items()
             }
         )
@@ -62,10 +62,10 @@ def int4_layouts(config: ModelConfig, dtype: ElementType) -> tuple[FlatLayout, .
     return tuple(layouts[spec] for spec in config.layers)
 
 
-def _grouped(name: str, shape: tuple[int, ...], dtype: ElementType) -> Format:
-    group = next((group for group in _GROUPS if shape[-1] % group == 0), 0)
+def _grouped(name: str, shape: tuple[int, ...], dtype: ElementType, bits: int) -> Format:
+    group = next((group for group in _GROUPS[bits] if shape[-1] % group == 0), 0)
     if _is_matrix(name, shape) and group:
-        return Groups(*shape, group, dtype)
+        return Groups(*shape, group, dtype, bits)
     return _dense_tensor(name, shape, dtype)
 
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 import torch
 
 from triforce_core.decoding.contexts.calls import CALLS
-from triforce_core.settings import EngineConfig, MachineSettings, MethodSettings
+from triforce_core.machine_settings import MachineSettings
+from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_offload.errors import RankError, UsageError
 from triforce_offload.link.trace import Span
 from triforce_offload.plan.placement import Placement

@@ -104,11 +104,14 @@ def _case(
 
 
 def with_choice(sizes: ModelSizes, best: Candidate, unsplit: Collection[str]) -> ModelSizes:
-    """Return the sizes in the formats of a plan, with its retrieval cache in as many bits."""
+    """Return the sizes in the formats of a plan, with its retrieval cache and its draft copies in
+    as many bits.
+    """
     layouts = sizes.layouts
     if best.case.split and not sizes.weights.split:
         layouts = split_weights(best.case.split, sizes.config, sizes.dtype, unsplit)
-    method = replace(sizes.method, draft_kv=best.plan.method.draft_kv)
+    chosen = best.plan.method
+    method = replace(sizes.method, draft_kv=chosen.draft_kv, copy_bits=chosen.copy_bits)
     return replace(sizes, layouts=layouts, kv_split=best.case.split_kv, method=method)
 
 

@@ -66,7 +66,7 @@ def fit(
     """Return the best placement and retrieval budget within `available_bytes` of the device.
 
     The retrieval level computes with the target's layers, and for streamed layers with their high
-    bits or int4 copies. It exists only if one of these is on the device for each layer. Its cache
+    bits or draft copies. It exists only if one of these is on the device for each layer. Its cache
     is the largest with which no layer streams, or else the largest that fits. There is no retrieval
     level if nothing streams and a pass reads little more than the level would; the drafter then
     proposes to the target directly. A budget that the user set is never reduced: it fits or raises
@@ -158,7 +158,7 @@ def _under(sizes: ModelSizes, placement: Placement, most_budget: int | None) -> 
             raise needs_weights(method.budget, len(placement.streamed_layers))
         drafts = False
     elif drafts and method.draft_weights == INT4:
-        placement = replace(placement, int4_layers=tuple(range(len(sizes.weights.layers))))
+        placement = replace(placement, copied_layers=tuple(range(len(sizes.weights.layers))))
     plain = Resolved(sizes, MemoryPlan(sizes.requirements(0), placement), 0)
     if not drafts or (method.budget is None and not may_save(plain.memory, method.budgets[0])):
         return plain
@@ -277,8 +277,8 @@ def needs_weights(budget: int, streamed: int) -> UsageError:
 
 def _can_draft(wanted: ModelSizes, placement: Placement) -> bool:
     """Whether every layer, or a copy of it, is on the device with a user's placement."""
-    if not wanted.int4_layouts:
-        placement = replace(placement, int4_layers=())
+    if not wanted.copy_layouts:
+        placement = replace(placement, copied_layers=())
     return placement.can_draft
 
 

@@ -180,8 +180,8 @@ class Plan:
             drafting = f"retrieval budget {self.budget}"
             if method.draft_kv == INT8:
                 drafting += " in 8 bits"
-            if int4 := len(placement.int4_layers):
-                drafting += f" with {int4} layers in 4 bits"
+            if copied := len(placement.copied_layers):
+                drafting += f" with {copied} layers in {method.bits_of_copies} bits"
             parts.append(drafting)
         if method.drafts and (self.budget or method.has_drafter):
             drafts = f"drafts of {_length(method.draft_tokens)}"
@@ -248,7 +248,8 @@ _PLACEMENT = tuple(field.name for field in fields(Placement))
 _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement"))
 # Names of fields in plans from earlier versions.
 _OLD_NAMES = {
-    "substituted_layers": "int4_layers",
+    "substituted_layers": "copied_layers",
+    "int4_layers": "copied_layers",
     "halved_layers": "split_layers",
     "lent_kv_blocks": "reclaimed_kv_blocks",
 }
@@ -257,8 +258,9 @@ _OLD_SPLIT = "planes"
 _SPLIT_WEIGHTS = {SPLIT: "weights", SPLIT_EXPERTS: "experts"}
 # Fields that a plan may lack, because earlier versions did not write them.
 _OPTIONAL = {
-    "gpus", "made_for", "predicted", "chunk_size", "accept", "draft_weights", "draft_kv",
-    "weights", "kv", "reclaimed_kv_blocks", "int4_layers",
+    "gpus", "made_for", "predicted", "chunk_size", "accept", "draft_weights",
+    "copy_bits", "draft_kv",
+    "weights", "kv", "reclaimed_kv_blocks", "copied_layers",
     "file_layers", "split_layers", "processor_layers", "processor_kv", "expert_layers",
     "expert_slots",
 }  # fmt: skip

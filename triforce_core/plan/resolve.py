@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
@@ -12,7 +13,7 @@ from triforce_core.plan.formats import with_split_unasked
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, EngineConfig
-from triforce_offload.errors import DoesNotFitError
+from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import Hardware
 
 
@@ -86,7 +87,7 @@ def _by_rule(
     alone: bool,
     agreed: Callable[[int], int],
 ) -> Resolved:
-    asked, fitting = sizes, _fitting_chains_too if alone else _fitting
+    asked, fitting = sizes, _fitting_smaller_copies_too if alone else _fitting
     sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit, alone=alone)
     fitted = fitting(sizes, config, room)
     if fitted.memory.weights_file_bytes and sizes is not asked:
@@ -125,6 +126,26 @@ def placed(
     if shares is not None:
         memory = shares.placed_on_processor(memory, room)
     return replace(fitted, memory=memory)
+
+
+def _fitting_smaller_copies_too(sizes: ModelSizes, config: EngineConfig, room: Room) -> Resolved:
+    """Return what `_fitting_chains_too` does. If layers stream and there is no retrieval level, or
+    no room, draft copies have fewer bits if that makes room for one.
+    """
+    method = sizes.method.with_smaller_copies
+    if method is None:
+        return _fitting_chains_too(sizes, config, room)
+    smaller = replace(sizes, method=method)
+    try:
+        fitted = _fitting_chains_too(sizes, config, room)
+    except (DoesNotFitError, UsageError):
+        with suppress(DoesNotFitError, UsageError):
+            return _fitting_chains_too(smaller, config, room)
+        raise
+    if fitted.budget or not fitted.memory.streamed_layers:
+        return fitted
+    again = _fitting_chains_too(smaller, config, room)
+    return again if again.budget else fitted
 
 
 def _fitting_chains_too(sizes: ModelSizes, config: EngineConfig, room: Room) -> Resolved:

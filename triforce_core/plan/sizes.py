@@ -10,9 +10,9 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import (
     Layouts,
+    copy_layouts,
     dense_layouts,
     drafter_layouts,
-    int4_layouts,
     kv_shape,
     matrices,
     state_shape,
@@ -55,9 +55,10 @@ PREFILL_CHUNK = 1024
 # Number of tokens of a draft model's longest forward, which catches up with a text. Such forwards
 # are not recorded.
 _CATCH_UP = 512
-# Unless requested, int4 copies of quantised layers are made only if they take at most this share of
-# the layers' bytes: those of 6-bit layers and larger.
-_LARGEST_COPIES = 0.75
+# Unless copies of all layers are requested, those of quantised layers are made only if they take at
+# most this share of the layers' bytes: in 4 bits those of 6-bit layers and larger, in 3 bits those
+# of Q4_0 and larger.
+_LARGEST_COPIES = 0.8
 # Least and greatest number of tokens of a KV block. Smaller ones would cut the groups of keys whose
 # sums are taken together, and results would depend on the size of blocks.
 _BLOCK_TOKENS = (ALIGNED_KEYS, 4096)
@@ -127,21 +128,21 @@ class ModelSizes:
         return device.graphs and fused and all(map(device.has_kernel, weights.block_types))
 
     @property
-    def int4_layouts(self) -> tuple[FlatLayout, ...]:
-        """Layout of each layer's int4 copy; empty if the retrieval level does not use such copies.
+    def copy_layouts(self) -> tuple[FlatLayout, ...]:
+        """Layout of each layer's draft copy; empty if the retrieval level does not use such copies.
 
         Raises UsageError if it has to use them and they are no smaller than quantised layers.
         """
         asked = self.method.draft_weights
         if asked in (EXACT, SPLIT) or self.method.method != "triforce":
             return ()
-        copies = int4_layouts(self.config, self.dtype)
+        copies = copy_layouts(self.config, self.dtype, self.method.bits_of_copies)
         if not self.weights.block_types:
             return copies
         size, exact = sum(layer.nbytes for layer in copies), self.weights.layers_bytes
         if asked == INT4 and size >= exact:
             raise UsageError(
-                f"int4 draft copies take {format_bytes(size)}, and the layers as they are stored "
+                f"draft copies take {format_bytes(size)}, and the layers as they are stored "
                 f"only {format_bytes(exact)}"
             )
         return copies if asked == INT4 or size <= _LARGEST_COPIES * exact else ()
@@ -154,7 +155,7 @@ class ModelSizes:
         config, method, itemsize = self.config, self.method, self.dtype.itemsize
         shape, verified = self._kv_shape(), self.max_draft_tokens(budget) + 1
         scored = method.chunk_size if budget else 0
-        weights, int4 = self.weights, self.int4_layouts if budget else ()
+        weights, copies = self.weights, self.copy_layouts if budget else ()
         prefill_rows = min(PREFILL_CHUNK, self.max_context)
         return Requirements(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
@@ -195,9 +196,9 @@ class ModelSizes:
             max_pass_tokens=verified,
             drafting_bytes=self._drafting_bytes(shape, budget),
             gather_bytes=self._gather_bytes(shape, budget),
-            int4_bytes=tuple(layer.nbytes for layer in int4),
-            int4_all=method.draft_weights == INT4,
-            decoding_bytes=groups_bytes(config, verified, self._largest, itemsize) if int4 else 0,
+            copy_bytes=tuple(layer.nbytes for layer in copies),
+            copies_all=method.draft_weights == INT4,
+            decoding_bytes=groups_bytes(config, verified, self._largest, itemsize) if copies else 0,
             sequences=self.sequences,
         )
 

@@ -205,7 +205,7 @@ def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
         "device_peak_bytes": runtime.memory.peak_bytes,
         "host_bytes": runtime.host.nbytes,
         "resident_weight_layers": runtime.plan.layer_counts["resident_weight_layers"],
-        "int4_layers": runtime.plan.layer_counts["int4_layers"],
+        "copied_layers": runtime.plan.layer_counts["copied_layers"],
         "checksum": context.checksum,
     }
 
@@ -250,6 +250,7 @@ def drafting_stats(
             "reads_high_bits": models.reads_high_bits
             or bool(models.runtime.plan.placement.split_layers),
             "in_8_bits": models.rounds_kv,
+            "copy_bits": method.bits_of_copies if models.draft_copies else None,
         }
         if cache
         else None,

@@ -90,10 +90,15 @@ ROWS_OF(INT4) {
                             to + r);
 }
 
+ROWS_OF(INT3) {
+    for (int64_t c = 0; c + 64 <= count; c += 64)
+        EACH_ROW group_int3(w, row + r, (first + c) / 64, BLOCK(64, 24), c, to + r);
+}
+
 /* All formats but that of split matrices, whose exceptions come last. */
 #define IN_ORDER(X)                                                                            \
     X(F32) X(F16) X(BF16) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) \
-    X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) X(F8_E4M3) X(HIGH_BF16) X(INT4)
+    X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) X(F8_E4M3) X(HIGH_BF16) X(INT4) X(INT3)
 
 /* Decodes a part of a row of a weight to memory: as above, or up to the last column. */
 static void decode(const Weight *w, int64_t row, int64_t first, int64_t count, float *out) {

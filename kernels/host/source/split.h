@@ -1,4 +1,4 @@
-/* Split matrices, their high bits alone, and groups of 4-bit integers, decoded to float32. See
+/* Split matrices, their high bits alone, and groups of integers, decoded to float32. See
    `triforce_kernels.weights.split_codes` for the codes. */
 #pragma once
 
@@ -105,4 +105,24 @@ INLINE void group_int4(const Weight *w, int64_t row, int64_t group, const uint8_
         put(to, c + i, floats(unsigned_bytes(at + i) & 15) * scale + offset);
     for (int64_t i = 0; i < width; i += W)
         put(to, c + width + i, floats(unsigned_bytes(at + i) >> 4) * scale + offset);
+}
+
+/* A group of 64 3-bit integers of a row: quarters by their low 2 bits, then eighths by the third. */
+INLINE void group_int3(const Weight *w, int64_t row, int64_t group, const uint8_t *at, int64_t c,
+                       Sink *to) {
+    vf scale = all(scale_of(w, w->scale, group * w->scale_stride + row));
+    vf offset = all(scale_of(w, w->offset, group * w->scale_stride + row));
+    Table table = table_of(COUNTED, scale, offset);
+    uint64_t eight;
+    memcpy(&eight, at + 16, 8);
+    /* Whole quads are shifted: bits that cross into another byte are not used there. */
+    quads low = (quads)load_bytes(at), third = {eight, eight >> 1};
+    UNROLL(2) for (int half = 0; half < 2; half++) {
+        /* The integers of two quarters, in 4 bits each. */
+        quads both = (low & EACH_BYTE(3)) | (low & EACH_BYTE(12)) << 2 |
+                     (third & EACH_BYTE(1)) << 2 | (third & EACH_BYTE(4)) << 4;
+        put_chosen(to, c + 32 * half, table, (bytes16)both, 0);
+        put_chosen(to, c + 32 * half + 16, table, (bytes16)both, 4);
+        low >>= 4, third >>= 4;
+    }
 }

@@ -39,6 +39,8 @@ typedef float vf_any __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef uint8_t bytes32 __attribute__((vector_size(32)));
 typedef uint16_t pairs __attribute__((vector_size(32)));
+typedef uint64_t quads __attribute__((vector_size(16)));
+#define EACH_BYTE(x) (UINT64_C(0x0101010101010101) * (x))
 typedef uint8_t bytes32_any __attribute__((vector_size(32), aligned(1), may_alias));
 typedef uint8_t bytes16_any __attribute__((vector_size(16), aligned(1), may_alias));
 

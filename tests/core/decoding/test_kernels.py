@@ -17,14 +17,14 @@ pytest.importorskip("triton")
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 # What is not dense has tests of its own; an emulated link has to carry what is gathered.
-PACKED = {"int4_matmul", "decode_blocks", "block_matmul"}
+PACKED = {"integer_matmul", "decode_blocks", "block_matmul"}
 # Of bfloat16, which products in the interpreter do not know; see kernels/test_split_bf16.py.
 SPLIT = {
     *("decode_split", "split_matmul", "high_bits_matmul"),
     *("encode_kv_block", "decode_kv_blocks", "gather_split_chunks"),
 }
 # Products with experts that are not dense.
-EXPERTS = {"block_experts", "split_experts", "high_bits_experts", "int4_experts"}
+EXPERTS = {"block_experts", "split_experts", "high_bits_experts", "integer_experts"}
 # The gates and the norm of a recurrent layer, by family; all else is common to the two.
 OF_RECURRENT = {
     "qwen3_5": {"delta_gates", "gated_norm"},
@@ -142,7 +142,7 @@ def test_weights_that_are_not_dense_give_the_same_text(
         with Engine.from_pretrained(path, **options) as engine:
             texts.append(engine.generate(random_ids(24), SamplingParams(6, temperature=0)))
     assert all(text.token_ids == texts[0].token_ids for text in texts)
-    expected = {"int4_matmul"} if packed == "int4" else PACKED - {"int4_matmul"}
+    expected = {"integer_matmul"} if packed == "int4" else PACKED - {"integer_matmul"}
     if family == "qwen2_moe":
-        expected.add("int4_experts")
+        expected.add("integer_experts")
     assert {each for each in PACKED | EXPERTS if KERNELS[each].triton in used} == expected

@@ -19,7 +19,7 @@ from thread_ranks import ThreadLeader
 from triforce_core import Completion, Engine, SamplingParams
 from triforce_core.decoding.distributions import distributions
 from triforce_kernels.weights.high_bits import HighBitsWeight
-from triforce_kernels.weights.int4 import Int4Weight
+from triforce_kernels.weights.integers import IntegerWeight
 from triforce_offload.plan.placement import Placement
 
 # For all ways together, as many for each. More, and at more temperatures: scripts/checks long_laws.
@@ -37,7 +37,7 @@ SIZES = {
 # How samples are made: every drafter, both rules, whatever the retrieval model
 # computes with, random bytes included, all with the same exact law; on two ranks; several at once;
 # and once with nothing kept from one request to the next.
-STREAMED = Placement((0,), False, 1, 1, 2, 1, int4_layers=(0,))
+STREAMED = Placement((0,), False, 1, 1, 2, 1, copied_layers=(0,))
 WAYS: dict[str, dict[str, object]] = {
     "ngram": {"draft": "ngram"},
     "none": {"draft": "none"},
@@ -67,7 +67,7 @@ WAYS: dict[str, dict[str, object]] = {
     "processor": {
         "draft": "{model}",
         "placement": Placement(
-            *((0,), True, 2, 1, 2, 1), int4_layers=(0,), processor_layers=(0,), processor_kv=0.6
+            *((0,), True, 2, 1, 2, 1), copied_layers=(0,), processor_layers=(0,), processor_kv=0.6
         ),
     },
 }
@@ -89,13 +89,13 @@ class Job:
 def making_noise() -> Iterator[None]:
     """Random bytes, some of which are no numbers, in the place of every matrix in 4 bits."""
 
-    def fill(exact: torch.Tensor, into: Int4Weight, _: torch.Tensor | None) -> None:
+    def fill(exact: torch.Tensor, into: IntegerWeight, _: torch.Tensor | None) -> None:
         generator = torch.Generator().manual_seed(exact.numel())
         for part in (into.packed, into.scale, into.offset):
             part.view(torch.uint8).random_(generator=generator)
 
     uncached = patch("triforce_core.loading.execution.Execution._copies_cache", lambda *_: None)
-    with patch("triforce_offload.weights.int4_copies._quantise_into", fill), uncached:
+    with patch("triforce_offload.weights.draft_copies._quantise_into", fill), uncached:
         yield
 
 

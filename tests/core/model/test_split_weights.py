@@ -147,7 +147,7 @@ HALVED = {
     "all": Placement((0, 1, 2), True, 10**6, 2, 0, 0, split_layers=(0, 1, 2)),
     "one slot": Placement((0, 2), False, 4, 1, 1, 1, split_layers=(0, 2)),
     "and whole ones": Placement((0, 1, 2), True, 0, 2, 3, 2, split_layers=(1,)),
-    "and copies": Placement((0, 1), True, 0, 2, 3, 2, split_layers=(1,), int4_layers=(0,)),
+    "and copies": Placement((0, 1), True, 0, 2, 3, 2, split_layers=(1,), copied_layers=(0,)),
 }
 
 

@@ -61,7 +61,7 @@ def cases() -> list[list[str]]:
         while len(some) < count:
             some.append(_drawn(draw, names))
         every += some
-    # Quantised layers that stream, with int4 copies of them.
+    # Quantised layers that stream, with draft copies of them.
     every += [[name, "--gpu", "rtx4090", "--context", "32768"] for name in _STREAMED]
     every += [[name, *every[-1][1:], "--draft-weights", "int4"] for name in _STREAMED[-2:]]
     # What a processor computes of layers, of experts, and of KV.

@@ -219,31 +219,31 @@ def test_layers_that_stream_draft_in_4_bits() -> None:
     placement = chosen.plan.placement
     assert chosen.plan.budget
     assert placement.streamed_layers
-    assert placement.int4_layers == placement.streamed_layers
+    assert placement.copied_layers == placement.streamed_layers
     exact = choose(replace(case, method=MethodSettings(draft_weights="exact")))
     assert exact.plan.budget == 0
     assert chosen.seconds_per_token < exact.seconds_per_token / 4
     # What they are accepted is what it rests on.
-    poor = choose(replace(case, curve=AcceptanceCurve(int4_copies=0.3)))
+    poor = choose(replace(case, curve=AcceptanceCurve(draft_copies=0.3)))
     assert poor.seconds_per_token > 2 * chosen.seconds_per_token
 
 
 def test_resident_layers_draft_in_4_bits_where_that_was_asked_for() -> None:
     """A plain run makes no copies of them; the plan says what they would bring."""
-    sure = AcceptanceCurve(outer=0.99, int4_copies=0.999)
+    sure = AcceptanceCurve(outer=0.99, draft_copies=0.999)
     case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 65536, curve=sure)
     plain = choose(case)
-    assert not plain.plan.placement.int4_layers
+    assert not plain.plan.placement.copied_layers
     chosen = faster_by_copies(plain)
     assert chosen is not None
     assert chosen.seconds_per_token < plain.seconds_per_token
     assert not chosen.plan.placement.streamed_layers
-    assert len(chosen.plan.placement.int4_layers) == 32
+    assert len(chosen.plan.placement.copied_layers) == 32
     assert chosen.plan.method.draft_weights == "int4"
     exact = choose(replace(case, method=MethodSettings(draft_weights="exact")))
     assert chosen.step_seconds < 0.6 * exact.step_seconds
     assert chosen.seconds_per_token < exact.seconds_per_token
-    poor = replace(case, curve=AcceptanceCurve(int4_copies=0.3))
+    poor = replace(case, curve=AcceptanceCurve(draft_copies=0.3))
     assert faster_by_copies(choose(poor)) is None
     assert faster_by_copies(exact) is None, "exact weights were asked for"
 

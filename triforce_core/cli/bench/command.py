@@ -17,9 +17,10 @@ from triforce_core.cli.options import given
 from triforce_core.cli.terminal.console import Printer
 from triforce_core.cli.terminal.output import say
 from triforce_core.cli.terminal.signals import raising
+from triforce_core.machine_settings import MachineSettings
 from triforce_core.model.known.shapes import for_timing, read_shape
 from triforce_core.requests.stats import bits_per_number
-from triforce_core.settings import NO_DRAFTER, EngineConfig, MachineSettings
+from triforce_core.settings import NO_DRAFTER, EngineConfig
 from triforce_offload.machine.hardware import provenance
 from triforce_offload.units import format_bytes
 

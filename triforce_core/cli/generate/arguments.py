@@ -16,16 +16,17 @@ from triforce_core.cli.options import (
     tree_nodes,
 )
 from triforce_core.cli.parser import Options, for_experts
+from triforce_core.machine_settings import MachineSettings
 from triforce_core.params import SamplingParams
 from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_core.settings import (
     ACCEPT,
+    COPY_BITS,
     DEFAULT_BUDGET,
     DRAFT_KV,
     DRAFT_WEIGHTS,
     METHODS,
     EngineConfig,
-    MachineSettings,
     MethodSettings,
 )
 
@@ -351,10 +352,17 @@ def _add_retrieval(group: Options) -> None:
     )
     add(
         "draft_weights",
-        "weights of the retrieval level: exact; int4 copies of all layers; split: the high bits of "
-        "--weights split; auto: exact where resident, int4 copies of layers that stream",
+        "weights of the retrieval level: exact; int4: copies of all layers in 4 bits; split: the "
+        "high bits of --weights split; auto: exact where resident, copies of layers that stream",
         expert=True,
         choices=DRAFT_WEIGHTS,
+    )
+    add(
+        "copy_bits",
+        "bits of the numbers of copies of layers that stream; auto: 4, or 3 where that is better",
+        expert=True,
+        type=draft_length,
+        choices=COPY_BITS,
     )
     add(
         "draft_kv",

@@ -16,6 +16,7 @@ from triforce_core.plan.simulation.acceptance_curve import (
 )
 from triforce_core.settings import (
     AUTO,
+    COPY_BITS,
     DEFAULT_BUDGET,
     DRAFT_KV,
     DRAFT_WEIGHTS,
@@ -140,9 +141,17 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
         add(
             "--draft-weights",
             choices=DRAFT_WEIGHTS,
-            help="weights of the retrieval level: exact; int4 copies of all layers; split: the "
-            "high bits of split weights; auto: exact where resident, int4 copies of layers that "
-            "stream",
+            help="weights of the retrieval level: exact; int4: copies of all layers in 4 bits; "
+            "split: the high bits of split weights; auto: exact where resident, copies of layers "
+            "that stream",
+        )
+    )
+    for_experts(
+        add(
+            "--copy-bits",
+            type=int,
+            choices=COPY_BITS[1:],
+            help="bits of the numbers of copies of layers that stream (default: the faster)",
         )
     )
     for_experts(

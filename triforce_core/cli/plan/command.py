@@ -120,7 +120,8 @@ def _case(args: argparse.Namespace) -> Case:
         raise UsageError("--save needs the head that a run takes: give --draft its directory")
     draft_config = _draft_config(draft, config)
     method = planned.method if planned else MethodSettings()
-    asked = {"draft_weights": args.draft_weights, "draft_kv": args.draft_kv}
+    names = ("draft_weights", "copy_bits", "draft_kv")
+    asked = {name: getattr(args, name) for name in names}
     method = replace(method, **{name: value for name, value in asked.items() if value})
     weights = planned.weights if args.weights == AUTO and planned else args.weights
     kv = planned.kv if args.kv == AUTO and planned else args.kv

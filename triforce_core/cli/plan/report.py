@@ -68,7 +68,7 @@ def print_plan(
 
 
 def _copies(chosen: Candidate) -> str:
-    return format_bytes(chosen.memory.device_parts["int4_copies"])
+    return format_bytes(chosen.memory.device_parts["draft_copies"])
 
 
 def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -> None:
@@ -134,6 +134,7 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
     drafting = "drafting"
     if placement["budget"]:
         drafting += f", with a retrieval cache of {placement['budget']} tokens"
+    bits = placement["copy_bits"]
     rows: list[Row] = [
         (what, where, format_bytes(memory[size]))
         for what, where, size in (
@@ -153,7 +154,10 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
             (f"KV: {attended} blocks", "host, computed there", "processor_kv_bytes"),
             ("KV of layers with a window", "device", "windows_bytes"),
             ("states of recurrent layers", "device", "states_bytes"),
-            (f"int4 copies of {placement['int4_layers']} layers", "device", "int4_bytes"),
+            (
+                f"copies of {placement['copied_layers']} layers in {bits} bits",
+                *("device", "copy_bytes"),
+            ),
             (drafting, "device", "drafting_bytes"),
             ("slots", "device", "slots_bytes"),
             (workspace, "device", "workspace_bytes"),

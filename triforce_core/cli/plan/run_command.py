@@ -72,6 +72,7 @@ def _method_flags(method: MethodSettings, budget: int) -> dict[str, object]:
         "--draft-tokens": method.draft_tokens,
         "--inner-draft-tokens": method.inner_draft_tokens,
         "--draft-weights": method.draft_weights,
+        "--copy-bits": method.copy_bits,
         "--draft-kv": method.draft_kv,
     }
     flags |= {flag: value for flag, value in values.items() if str(value) != AUTO}

@@ -9,7 +9,8 @@ from triforce_core.cli.generate.arguments import MODEL_HELP
 from triforce_core.cli.options import add_option, engine_config
 from triforce_core.cli.terminal.console import Printer
 from triforce_core.cli.terminal.output import logs_json
-from triforce_core.settings import DTYPE_NAMES, EngineConfig, MachineSettings
+from triforce_core.machine_settings import MachineSettings
+from triforce_core.settings import DTYPE_NAMES, EngineConfig
 from triforce_offload.errors import CheckpointError
 
 # The exit code if texts differ.

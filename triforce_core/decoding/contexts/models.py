@@ -15,7 +15,7 @@ from triforce_offload.kv.states.shape import StateShape
 from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
-from triforce_offload.weights.int4_copies import Int4Copies
+from triforce_offload.weights.draft_copies import DraftCopies
 from triforce_offload.weights.store import WeightStore
 
 
@@ -59,7 +59,7 @@ class Models:
     kv_parts: the key-value heads of each rank that shares the target, in full-attention layers
     recent_parts: the heads of each rank in each recent store
     small: the draft model, if there is one
-    int4_copies: int4 draft copies of the layers that the retrieval level does not take from the
+    draft_copies: draft copies of the layers that the retrieval level does not take from the
         target, if it has any
     recorder: records the forwards of draft levels as graphs, if given
     resources: closes everything
@@ -74,7 +74,7 @@ class Models:
     kv_parts: KVParts
     recent_parts: tuple[StoreParts, ...]
     small: SmallModel | None = None
-    int4_copies: Int4Copies | None = None
+    draft_copies: DraftCopies | None = None
     recorder: Recorder | None = None
     resources: ExitStack = field(default_factory=ExitStack)
     weights: str = DENSE
@@ -124,20 +124,20 @@ class Models:
             return "weights stream"
         if self.method.draft_weights == SPLIT:
             return "the high bits of some layers stream"
-        return "weights stream and no copies of them in 4 bits are on the device"
+        return "weights stream and no copies of them are on the device"
 
     def close(self) -> None:
         """Release everything that loading took."""
         self.resources.close()
 
     def give_up_levels(self) -> None:
-        """Release the retrieval level's int4 copies and the draft model, for good. The caller must
+        """Release the retrieval level's draft copies and the draft model, for good. The caller must
         have released every user of them.
         """
         self.budget = 0
-        if self.int4_copies is not None:
-            self.int4_copies.close()
-            self.int4_copies = None
+        if self.draft_copies is not None:
+            self.draft_copies.close()
+            self.draft_copies = None
         if self.small is not None:
             self.method = replace(self.method, draft=NO_DRAFTER)
             self.small.close()

@@ -164,7 +164,7 @@ class DraftLevels:
         resources.callback(cache.close)
         model = ResidentModel(
             models.target.for_drafts(),
-            ResidentWeights(runtime.weights, models.int4_copies, high=models.reads_high_bits),
+            ResidentWeights(runtime.weights, models.draft_copies, high=models.reads_high_bits),
             cache.kv,
             models.recorder,
             runtime.trace,

@@ -19,7 +19,7 @@ from triforce_core.model.sharing.divided import (
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
 
-# Columns of the MLP are divided in multiples of this, so that groups of an int4 copy stay whole.
+# Columns of the MLP are divided in multiples of this, so that groups of a draft copy stay whole.
 _UNIT = 64
 
 # Maps a tensor's name to its pieces: the rows of each, and the block type it is stored in or None.

@@ -26,11 +26,11 @@ MODEL_ACCEPTANCE = 0.5
 # Share of an MTP head's tokens that its model accepts: llama.cpp with drafts of 3 tokens is 1.8 to
 # 2.2 times as fast on Qwen3.8-27B (its pull request 22673), which corresponds to about .7.
 HEAD_ACCEPTANCE = 0.7
-# Share of its own drafts with all layers in 4 bits that a model accepts. SmolLM2-135M: .910, where
-# exact weights have .964 (scripts/bench int4_copies). Larger models lose less: Qwen2.5-7B makes 28
-# tokens a pass with such drafts (SubSpec, arXiv 2509.18344). Not measured here for models of that
-# size.
-INT4_ACCEPTANCE = 0.95
+# Share of its own drafts with all layers in 4 or 3 bits that a model accepts. SmolLM2-135M: .94 and
+# .85, if only these bits cause rejections (scripts/bench readings). Larger models lose less:
+# Qwen2.5-7B makes 28 tokens a pass with drafts of 4 bits (SubSpec, arXiv 2509.18344). Assumed: a
+# loss of two thirds of SmolLM2's. Not measured here for models of that size.
+COPY_ACCEPTANCE = {4: 0.96, 3: 0.9}
 # The same share for drafts from the high bits of all layers, 8 bits a number. SmolLM2-135M in
 # float32, three stretches each: .982 after 2,000 tokens, .978 after 6,000 (bench_readings). With
 # the high bits of the output matrix, too: .969 and .960, so the output matrix is read exactly.
@@ -38,7 +38,7 @@ SPLIT_ACCEPTANCE = 0.98
 # The same share for a retrieval cache in 8 bits. SmolLM2-135M in float32, with the whole context in
 # the cache: .995 (bench_rounded_kv), .995 and .994 (bench_readings).
 ROUNDED_ACCEPTANCE = 0.995
-# Factor for such a cache in addition to int4 copies or high bits, which lose mostly the same
+# Factor for such a cache in addition to draft copies or high bits, which lose mostly the same
 # tokens: .9805 and .9771, where the weights alone give .9815 and .9777 (bench_readings).
 _ROUNDED_TOO = 0.999
 # Probability that the target accepts a younger child of a token, once it has rejected the elder
@@ -63,7 +63,8 @@ class AcceptanceCurve:
     outer: acceptance of the retrieval level's tokens by the target, with a budget of `budget`
     inner: acceptance of the drafter's tokens by the level above it
     churn: share of the retrieval cache that a refresh copies
-    int4_copies: acceptance of drafts from int4 copies of all layers, by the exact model
+    draft_copies: acceptance of drafts from draft copies of all layers, by the exact model; None for
+        what is assumed for their bits
     split: acceptance of drafts from the high bits of all layers
     rounded: acceptance of drafts from a retrieval cache in 8 bits
     context: number of tokens of the context for which `outer` holds; None for far more than a
@@ -80,7 +81,7 @@ class AcceptanceCurve:
     budget: int = DEFAULT_BUDGET
     inner: float = NGRAM_ACCEPTANCE
     churn: float = 0.06
-    int4_copies: float = INT4_ACCEPTANCE
+    draft_copies: float | None = None
     split: float = SPLIT_ACCEPTANCE
     rounded: float = ROUNDED_ACCEPTANCE
     context: int | None = None
@@ -95,7 +96,7 @@ class AcceptanceCurve:
         self,
         budget: int,
         context: int | None = None,
-        int4: float = 0.0,
+        lost_by_copies: float = 0.0,
         by_high_bits: float = 0.0,
         *,
         rounded: bool = False,
@@ -104,7 +105,7 @@ class AcceptanceCurve:
         no rejections.
 
         context: number of tokens of the context; None for far more than any budget
-        int4: share of the layers with int4 copies
+        lost_by_copies: share of tokens that is rejected because of draft copies
         by_high_bits: share of the layers that are read by their high bits
         rounded: whether the retrieval cache is in 8 bits
         """
@@ -112,11 +113,15 @@ class AcceptanceCurve:
         if left_out := _left_out(self.budget, self.context):
             rejected *= _left_out(budget, context) / left_out
         held = min(max(0.0, 1 - rejected), max(_MOST, self.outer))
-        weights = 1 - int4 * (1 - self.int4_copies)
+        weights = 1 - lost_by_copies
         weights *= 1 - by_high_bits * (1 - self.split)
         if rounded:
             weights = min(self.rounded, weights * _ROUNDED_TOO)
         return held * weights
+
+    def of_copies(self, bits: int) -> float:
+        """Return the acceptance with draft copies of all layers."""
+        return COPY_ACCEPTANCE[bits] if self.draft_copies is None else self.draft_copies
 
     @classmethod
     def measured(cls, path: str | Path) -> AcceptanceCurve:
@@ -134,9 +139,10 @@ class AcceptanceCurve:
                     inner=float(acceptance["retrieval"] or 0.0)
                     * min(1.0, float(stats["draft_tokens"]["inner_mean"] or 0.0)),
                 )
-                if stats["placement"].get("int4_layers"):
+                placement = stats["placement"]
+                if placement.get("copied_layers") or placement.get("int4_layers"):
                     # The measured rates already include the effect.
-                    curve = replace(curve, int4_copies=1.0)
+                    curve = replace(curve, draft_copies=1.0)
                 if cache.get("reads_high_bits"):
                     curve = replace(curve, split=1.0)
                 if cache.get("in_8_bits"):

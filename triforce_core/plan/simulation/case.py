@@ -12,8 +12,8 @@ from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
 from triforce_core.model.tensors import (
     Layouts,
     MatrixBytes,
+    copy_layouts,
     dense_layouts,
-    int4_layouts,
     stored_layouts,
 )
 from triforce_core.params import SamplingParams
@@ -140,9 +140,9 @@ class Case:
         return Costs(self.rank, self.dtype, self.hardware, MatrixBytes.of(self.layouts))
 
     @cached_property
-    def int4_costs(self) -> Costs:
-        """Costs with int4 copies of the layers."""
-        layers = int4_layouts(self.rank, self.dtype)
+    def copy_costs(self) -> Costs:
+        """Costs with draft copies of the layers."""
+        layers = copy_layouts(self.rank, self.dtype, self.method.bits_of_copies)
         return replace(self.costs, stored=self.costs.matrices.with_layers(layers))
 
     @cached_property
@@ -209,7 +209,7 @@ class Case:
         """Return the share of the retrieval level's tokens that the target accepts. A budget beyond
         the context adds nothing.
         """
-        int4 = len(plan.placement.int4_layers) / len(self.config.layers)
+        copied = len(plan.placement.copied_layers) / len(self.config.layers)
         budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
         if not self.config.kv_layers:
             # Nothing is retrieved, and nothing left out.
@@ -218,7 +218,7 @@ class Case:
         return self.curve.at(
             budget,
             self.length,
-            int4,
+            copied * (1 - self.curve.of_copies(plan.method.bits_of_copies)),
             by_high_bits,
             rounded=self.rounds_kv(plan),
         )
@@ -234,17 +234,17 @@ class Case:
         """Return the number of layers of which the retrieval level reads only the high bits."""
         placement = plan.placement
         if self._reads_high_bits(plan):
-            return len(self.rank.layers) - len(placement.int4_layers)
+            return len(self.rank.layers) - len(placement.copied_layers)
         return len(placement.split_layers)
 
     def draft_forward(self, tokens: int, keys: int, plan: Plan) -> float:
         """Return the seconds of a forward of the retrieval level."""
-        instead, high = len(plan.placement.int4_layers), self._high_layers(plan)
+        instead, high = len(plan.placement.copied_layers), self._high_layers(plan)
         kinds = [(len(self.rank.layers) - instead - high, self.costs)]
         if high:
             kinds.append((high, self.high_costs))
         if instead:
-            kinds.append((instead, self.int4_costs))
+            kinds.append((instead, self.copy_costs))
         rounded = self.rounds_kv(plan)
         layers = sum(n * costs.resident_layer(tokens, keys, rounded=rounded) for n, costs in kinds)
         return layers + self.costs.head(tokens, recorded=True)

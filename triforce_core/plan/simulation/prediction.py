@@ -108,6 +108,7 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
     memory, placement = chosen.memory, chosen.plan.placement
     return {
         **memory.layer_counts,
+        "copy_bits": chosen.plan.method.bits_of_copies,
         "embedding_resident": placement.embedding_resident,
         "block_tokens": memory.kv.shape.block_tokens,
         "kv_blocks": memory.kv.blocks,
@@ -130,7 +131,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         "resident_kv_bytes": parts["kv"],
         "windows_bytes": parts["windows"],
         "states_bytes": parts["states"],
-        "int4_bytes": parts["int4_copies"],
+        "copy_bytes": parts["draft_copies"],
         "drafting_bytes": parts["drafting"],
         "slots_bytes": parts["slots"],
         "workspace_bytes": parts["workspace"] + chosen.case.library_bytes,

@@ -47,29 +47,44 @@ def choose(case: Case) -> Candidate:
     plans, refused = [], None
     drafters = [case, case.without_head] if "draft" in case.auto else [case]
     for each in chain.from_iterable(map(_ways, drafters)):
+        found = None
         try:
-            plans.append(_choose(each))
+            found = _choose(each)
+            plans.append(found)
         except DoesNotFitError as error:
             refused = refused or error
+        if found is None or found.memory.streamed_layers:
+            plans += _with_smaller_copies(each)
     if refused and not plans:
         raise refused
     return _with_best_lengths(min(plans, key=lambda plan: plan.seconds_per_token))
 
 
+def _with_smaller_copies(case: Case) -> list[Candidate]:
+    """Return the fastest plan in which copies in fewer bits draft, if there is one."""
+    method = case.method.with_smaller_copies
+    if method is None or case.fixed.get("method", "triforce") != "triforce":
+        return []
+    with suppress(DoesNotFitError):
+        best = _choose(replace(case, method=method))
+        return [best] if best.plan.placement.copied_layers else []
+    return []
+
+
 def faster_by_copies(plain: Candidate) -> Candidate | None:
-    """Return the plan in which int4 copies of all layers draft, if it is a tenth faster at least.
+    """Return the plan in which draft copies of all layers draft, if it is a tenth faster at least.
 
     A run makes such copies only if it is asked to: they take memory and time to load.
     """
     case = plain.case
     if case.method.draft_weights != AUTO or not case.hardware.asynchronous:
         return None
-    method = replace(case.method, draft_weights=INT4)
+    method = replace(case.method, draft_weights=INT4, copy_bits=AUTO)
     try:
         best = _with_best_lengths(_choose(replace(case, method=method)))
     except TriforceError:
         return None
-    copies = len(best.plan.placement.int4_layers)
+    copies = len(best.plan.placement.copied_layers)
     saves = best.seconds_per_token <= _LEAST_GAIN * plain.seconds_per_token
     return best if copies and saves else None
 
@@ -202,7 +217,7 @@ def _budgets(case: Case) -> tuple[int, ...]:
         return (0,)
     streamed = case.fixed.get("streamed_layers", ())
     instead = [
-        layer for name in ("int4_layers", "split_layers") for layer in case.fixed.get(name, ())
+        layer for name in ("copied_layers", "split_layers") for layer in case.fixed.get(name, ())
     ]
     if not set(streamed) <= set(instead):
         if budget:

@@ -1,4 +1,4 @@
-"""Int4 draft copies of weights that are kept as stored, in FP8 or in GGUF's blocks."""
+"""Draft copies of weights that are kept as stored, in FP8 or in GGUF's blocks."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_copies_of_fp8_weights_draft_for_them(tmp_path, family: str, placement: 
         if dtype == "float32":
             assert result.token_ids == expected
         assert result.stats["levels"] == ["retrieval", "target"]
-        copied = len(PLACEMENTS[placement].int4_layers)
-        assert result.stats["placement"]["int4_layers"] == copied
+        copied = len(PLACEMENTS[placement].copied_layers)
+        assert result.stats["placement"]["copied_layers"] == copied
         assert warm.stats["acceptance"]["target"] > 0.4
 
 
@@ -57,7 +57,7 @@ def test_copies_of_stored_weights_are_those_of_the_dense_ones(tmp_path, dtype: s
     options = {"dtype": dtype, "placement": PLACEMENTS["int4"], "draft_tokens": 4}
     for weights in ("dense", "stored"):
         with engine(file, weights=weights, draft_weights="int4", **options) as drafting:
-            views = drafting.models.int4_copies.views
+            views = drafting.models.draft_copies.views
             made.append({layer: vars_of(views[layer]) for layer in views})
     for layer, tensors in made[0].items():
         for name, tensor in tensors.items():
@@ -82,6 +82,6 @@ def test_copies_that_are_no_smaller_than_the_layers_are_not_made(tmp_path) -> No
     options = {"weights": "stored", "placement": PLACEMENTS["int4"]}
     with engine(tmp_path / "m.gguf", budget=None, **options) as running:
         assert running.generate(PROMPT, GREEDY).stats["levels"] == ["ngram", "target"]
-        assert "no copies of them in 4 bits are on the device" in running.plan_line
-    with pytest.raises(UsageError, match=r"int4 draft copies take .* KiB, and the layers as they"):
+        assert "no copies of them are on the device" in running.plan_line
+    with pytest.raises(UsageError, match=r"draft copies take .* KiB, and the layers as they"):
         engine(tmp_path / "m.gguf", draft_weights="int4", **options)

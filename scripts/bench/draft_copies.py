@@ -1,7 +1,7 @@
 """Seconds per token over an EMULATED link with device memory for a third of the exact layers.
 
 SmolLM2-135M in bfloat16 after 1,500 tokens of the manual. A third of the layers is on the device;
-the others stream in every pass, and the retrieval level computes with int4 copies of them. A pass
+the others stream in every pass, and the retrieval level computes with draft copies of them. A pass
 over the link takes 100 times as long as a step of that level over one token.
 
 1. Seconds per token, medians over the prompts: triforce; autoregressive and speculative (n-grams)
@@ -11,9 +11,9 @@ over the link takes 100 times as long as a step of that level over one token.
    weights (all resident, which takes more memory), with copies of the streamed layers, and with
    copies of all layers.
 
-    python scripts/bench int4_copies [--prompts 3]
+    python scripts/bench draft_copies [--prompts 3]
 
-Writes benchmarks/results/bench_int4_copies.json.
+Writes benchmarks/results/bench_draft_copies.json.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         "link_bytes_per_second": bandwidth,
     }
     methods, acceptances = {}, {}
-    exact_alone = {"placement": replace(placement, int4_layers=())}
+    exact_alone = {"placement": replace(placement, copied_layers=())}
     for name, options in (
         ("triforce", {"placement": placement}),
         ("autoregressive, the same layers", exact_alone),
@@ -82,20 +82,20 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 def placed(bench: PacedBench) -> tuple[int, Placement]:
     """Return the bytes of a placement, and the placement.
 
-    RESIDENT_LAYERS exact layers are on the device, with int4 copies of the others.
+    RESIDENT_LAYERS exact layers are on the device, with draft copies of the others.
     """
     with bench.engine(None, draft_weights="int4") as engine:
         demand = engine.memory_plan.requirements
     streamed = sorted(set(range(demand.layers)) - set(spread(RESIDENT_LAYERS, demand.layers)))
     placement = Placement(
-        tuple(streamed), True, demand.kv_blocks, 2, 3, 2, 0, int4_layers=tuple(streamed)
+        tuple(streamed), True, demand.kv_blocks, 2, 3, 2, 0, copied_layers=tuple(streamed)
     )
     return MemoryPlan(demand, placement).device_bytes, placement
 
 
 main = Benchmark(
     __doc__,
-    "bench_int4_copies",
+    "bench_draft_copies",
     measure,
     (
         Option("--tokens", 1500, "tokens of a prompt"),

@@ -1,4 +1,4 @@
-"""4-bit weights, multiplied by few rows: they replace weights that do not fit."""
+"""Weights of 3 or 4 bits, multiplied by few rows: they replace weights that do not fit."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from triforce_kernels.dispatch import implementation
 from triforce_kernels.weights.slices import sliced_product
 from triforce_kernels.weights.stored import StoredWeight
 
-GROUPS = (32, 64, 128, 256)
+# Bits of a number, and the columns that a group of such numbers may have.
+GROUPS = {4: (32, 64, 128, 256), 3: (64,)}
 # Shares of a group's range that `quantise` begins with, and how often it refines each.
 _RANGES, _TURNS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 3
 
 
 @dataclass(frozen=True)
-class Int4Weight(StoredWeight):
-    """A matrix [out, in] as integers 0 to 15 with a scale and an offset for each group.
+class IntegerWeight(StoredWeight):
+    """A matrix [out, in] as integers of 3 or 4 bits with a scale and an offset for each group.
 
-    packed: [out, in / 2] uint8. Of each `group` consecutive columns the first half is in the low
-        bits and the second half in the high bits, so that they need not be interleaved again
+    packed: [out, in * bits / 8] uint8. With 4 bits, the first half of each `group` consecutive
+        columns is in the low bits of its bytes and the second half in the high bits, so that they
+        need not be interleaved again. With 3 bits, the first 16 of the 24 bytes of a group have the
+        low 2 bits of each number, the first quarter of them in their lowest bits; likewise, the
+        other 8 bytes have the third bits, the first eighth of them in their lowest bits
     scale, offset: [in / group, out], in the dtype of the rows multiplied: weight = number * scale +
         offset
     """
@@ -32,10 +36,11 @@ class Int4Weight(StoredWeight):
     scale: torch.Tensor
     offset: torch.Tensor
     group: int
+    bits: int = 4
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.packed.shape[0], 2 * self.packed.shape[1]
+        return self.packed.shape[0], 8 * self.packed.shape[1] // self.bits
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +50,7 @@ class Int4Weight(StoredWeight):
     def nbytes(self) -> int:
         return sum(t.numel() * t.itemsize for t in (self.packed, self.scale, self.offset))
 
-    def rows(self, first: int, end: int) -> Int4Weight:
+    def rows(self, first: int, end: int) -> IntegerWeight:
         """StoredWeight.rows."""
         scale, offset = self.scale[:, first:end], self.offset[:, first:end]
         return replace(self, packed=self.packed[first:end], scale=scale, offset=offset)
@@ -56,22 +61,22 @@ class Int4Weight(StoredWeight):
         for first in range(0, self.shape[0], step):
             yield first, dequantise(self.rows(first, min(first + step, self.shape[0]))).to(dtype)
 
-    def small_batch_matmul(self) -> Callable[[torch.Tensor, Int4Weight], torch.Tensor]:
+    def small_batch_matmul(self) -> Callable[[torch.Tensor, IntegerWeight], torch.Tensor]:
         """StoredWeight.small_batch_matmul."""
-        return int4_matmul
+        return integer_matmul
 
     @property
     def experts_kernel(self) -> str:
         """StoredWeight.experts_kernel."""
-        return "int4_experts"
+        return "integer_experts"
 
 
 def quantise(
-    weight: torch.Tensor, group: int = 64, inputs: torch.Tensor | None = None
-) -> Int4Weight:
-    """Round weight [out, in] to 16 equal steps in each group. Of several candidates for the steps,
-    choose the one with the least squared error; 16 steps from the least to the greatest number are
-    one candidate.
+    weight: torch.Tensor, group: int = 64, inputs: torch.Tensor | None = None, bits: int = 4
+) -> IntegerWeight:
+    """Round weight [out, in] to 2 ** bits equal steps in each group. Of several candidates for the
+    steps, choose the one with the least squared error; steps from the least to the greatest number
+    are one candidate.
 
     inputs: sizes of what each column multiplies, [in] (`inputs.InputSizes`), by which its errors
         count; None if all count alike
@@ -81,20 +86,20 @@ def quantise(
     require(
         "quantise",
         weight.dim() == 2
-        and group in GROUPS
+        and group in GROUPS.get(bits, ())
         and weight.shape[1] % group == 0
         and (inputs is None or inputs.shape == weight.shape[1:]),
         weight=weight,
         group=group,
         inputs=inputs,
+        bits=bits,
     )
     groups = weight.float().unflatten(1, (-1, group))
     # Round scale and offset first, so that the integers are chosen for the values used later.
-    scale, offset = (x.to(weight.dtype) for x in _fit(groups, _shares(groups, inputs)))
-    numbers = _nearest(groups, scale.float(), offset.float())
-    low, high = numbers.to(torch.uint8).chunk(2, -1)
-    packed = (low | high << 4).flatten(1)
-    return Int4Weight(packed, scale.T.contiguous(), offset.T.contiguous(), group)
+    scale, offset = (x.to(weight.dtype) for x in _fit(groups, _shares(groups, inputs), 2**bits - 1))
+    numbers = _nearest(groups, scale.float(), offset.float(), 2**bits - 1).to(torch.uint8)
+    packed = (_packed_3 if bits == 3 else _packed_4)(numbers).flatten(1)
+    return IntegerWeight(packed, scale.T.contiguous(), offset.T.contiguous(), group, bits)
 
 
 def _shares(groups: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
@@ -109,7 +114,36 @@ def _shares(groups: torch.Tensor, inputs: torch.Tensor | None) -> torch.Tensor:
     return torch.where(total > 0, shares / total, 1 / shares.shape[-1])
 
 
-def _fit(groups: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_4(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of numbers [out, n, group], [out, n, group / 2]."""
+    low, high = numbers.chunk(2, -1)
+    return low | high << 4
+
+
+def _packed_3(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of numbers [out, n, group], [out, n, group * 3 / 8]."""
+    planes = (numbers & 3).chunk(4, -1), (numbers >> 2).chunk(8, -1)
+    joined = [torch.zeros_like(parts[0]) for parts in planes]
+    for plane, parts in zip(joined, planes, strict=True):
+        for index, part in enumerate(parts):
+            plane |= part << 8 // len(parts) * index
+    return torch.cat(joined, -1)
+
+
+def _numbers_of(weight: IntegerWeight) -> torch.Tensor:
+    """Return the integers [out, n, group] uint8."""
+    group = weight.group
+    packed = weight.packed.unflatten(1, (-1, group * weight.bits // 8))
+    if weight.bits == 4:
+        return torch.cat((packed & 15, packed >> 4), -1)
+    low, third = packed.split((group // 4, group // 8), -1)
+    low = torch.cat([low >> shift & 3 for shift in range(0, 8, 2)], -1)
+    return low | torch.cat([third >> bit & 1 for bit in range(8)], -1) << 2
+
+
+def _fit(
+    groups: torch.Tensor, shares: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale and offset of each group: groups [out, n, group] to [out, n] each.
 
     The candidates begin with ranges that leave out more and more of the outermost numbers. Each is
@@ -117,15 +151,16 @@ def _fit(groups: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torc
     linear regression.
 
     shares: how much each column counts, [n, group]
+    most: the greatest integer
     """
-    least, most = groups.amin(-1), groups.amax(-1)
-    middle, best = (least + most) / 2, torch.full_like(least, torch.inf)
-    best_scale, best_offset = torch.zeros_like(least), least
+    low, high = groups.amin(-1), groups.amax(-1)
+    middle, best = (low + high) / 2, torch.full_like(low, torch.inf)
+    best_scale, best_offset = torch.zeros_like(low), low
     for share in _RANGES:
-        scale = (most - least) * (share / 15)
-        offset = middle - 7.5 * scale
+        scale = (high - low) * (share / most)
+        offset = middle - most / 2 * scale
         for _ in range(_TURNS):
-            numbers = _nearest(groups, scale, offset)
+            numbers = _nearest(groups, scale, offset, most)
             off = numbers * scale.unsqueeze(-1)
             off = off.add_(offset.unsqueeze(-1)).sub_(groups).square_().mul_(shares).sum(-1)
             better = off < best
@@ -143,23 +178,24 @@ def _fit(groups: torch.Tensor, shares: torch.Tensor) -> tuple[torch.Tensor, torc
     return best_scale, best_offset
 
 
-def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """Return the integers 0 to 15 that are nearest to the groups. A group of equal numbers has a
-    scale of 0, and gets zeros.
+def _nearest(
+    groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, most: int
+) -> torch.Tensor:
+    """Return the integers 0 to `most` that are nearest to the groups. A group of equal numbers has
+    a scale of 0, and gets zeros.
     """
     step = scale.where(scale > 0, torch.inf).unsqueeze(-1)
-    return ((groups - offset.unsqueeze(-1)) / step).round_().clamp_(0, 15)
+    return ((groups - offset.unsqueeze(-1)) / step).round_().clamp_(0, most)
 
 
-def dequantise(weight: Int4Weight) -> torch.Tensor:
+def dequantise(weight: IntegerWeight) -> torch.Tensor:
     """Return [out, in] in float32."""
-    parts = weight.packed.unflatten(1, (-1, weight.group // 2))
-    numbers = torch.cat((parts & 15, parts >> 4), -1).to(torch.float32)
+    numbers = _numbers_of(weight).to(torch.float32)
     scale, offset = (x.T.float().unsqueeze(-1) for x in (weight.scale, weight.offset))
     return numbers.mul_(scale).add_(offset).flatten(1)
 
 
-def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
+def integer_matmul(x: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
     """Multiply x [rows, in] by the transposed weight: [rows, out] in x's dtype, summed in float32.
 
     Meant for few rows, up to about 64, where reading the weight takes most of the time. Raises
@@ -168,12 +204,12 @@ def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     count, width = weight.shape
     groups = width // weight.group
     require(
-        "int4_matmul",
+        "integer_matmul",
         x.dim() == 2
         and x.shape[1] == width
         and x.shape[0] > 0
         and x.stride(1) == 1
-        and weight.group in GROUPS
+        and weight.group in GROUPS.get(weight.bits, ())
         and x.dtype == weight.scale.dtype == weight.offset.dtype
         and weight.packed.dtype == torch.uint8
         and weight.packed.is_contiguous()
@@ -187,9 +223,10 @@ def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
         scale=weight.scale,
         offset=weight.offset,
         group=weight.group,
+        bits=weight.bits,
     )
-    return implementation("int4_matmul", x.device)(x, weight)
+    return implementation("integer_matmul", x.device)(x, weight)
 
 
-def reference_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
+def reference_matmul(x: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
     return sliced_product(x, weight.shape[0], weight.dense_rows(torch.float32))

@@ -1,4 +1,4 @@
-"""Int4 draft copies: 4-bit layers on the device for drafting, while the exact layers stream."""
+"""Draft copies: layers in 3 or 4 bits on the device for drafting, while exact layers stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from triforce_kernels import limits
-from triforce_kernels.weights.int4 import Int4Weight, quantise
+from triforce_kernels.weights.integers import IntegerWeight, quantise
 from triforce_kernels.weights.linear import Weight, dense_rows
 from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.memory.device import DeviceMemory
@@ -15,14 +15,14 @@ from triforce_offload.weights.layouts import FlatLayout, Views
 
 Inputs = Callable[[str], torch.Tensor | None]
 # Change this when the same weights give other numbers.
-RECIPE = "int4-2"
+RECIPE = "integers-2"
 
 
-class Int4Copies:
-    """Int4 draft copies of some layers, each a flat buffer on the device.
+class DraftCopies:
+    """Draft copies of some layers, each a flat buffer on the device.
 
-    The exact tensors of a layer and their copies have the same names. Matrices are Int4Weights here
-    where the layout says so; all other tensors are unchanged.
+    The exact tensors of a layer and their copies have the same names. Matrices are IntegerWeights
+    here where the layout says so; all other tensors are unchanged.
 
     views: tensors of the copies, by layer
     missing: layers whose copies are still to be made
@@ -44,10 +44,10 @@ class Int4Copies:
         self._memory = memory
         self._cache = cache
         self._allocation = memory.allocate(
-            sum(layout.nbytes for layout in layouts.values()), "int4 draft copies"
+            sum(layout.nbytes for layout in layouts.values()), "draft copies"
         )
         try:
-            self._decoding = memory.reserve(decoding_bytes, "workspace of int4 draft copies")
+            self._decoding = memory.reserve(decoding_bytes, "workspace of draft copies")
         except BaseException:
             memory.free(self._allocation)
             raise
@@ -75,7 +75,7 @@ class Int4Copies:
         # The cache keeps the padding between tensors too, so it must be defined.
         buffer.zero_()
         for name, view in self.views[layer].items():
-            if isinstance(view, Int4Weight):
+            if isinstance(view, IntegerWeight):
                 _quantise_into(exact[name], view, inputs(name))
             else:
                 _copy_into(exact[name], view)
@@ -90,14 +90,14 @@ class Int4Copies:
         self._memory.free(self._decoding)
 
 
-def _quantise_into(exact: Weight, into: Int4Weight, inputs: torch.Tensor | None) -> None:
+def _quantise_into(exact: Weight, into: IntegerWeight, inputs: torch.Tensor | None) -> None:
     """Quantise some rows at a time on the device, so that no dense matrix exists as a whole."""
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1])
     for first, decoded in dense_rows(exact, into.scale.dtype):
         start = first
         for rows in decoded.split(step):
             part = into.rows(start, start + rows.shape[0])
-            made = quantise(rows.to(into.device), into.group, inputs)
+            made = quantise(rows.to(into.device), into.group, inputs, into.bits)
             part.packed.copy_(made.packed)
             part.scale.copy_(made.scale)
             part.offset.copy_(made.offset)

@@ -21,14 +21,14 @@ from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
 from safetensors import safe_open
 
 from triforce_core import Engine, SamplingParams
-from triforce_kernels.weights.int4 import Int4Weight, quantise
+from triforce_kernels.weights.integers import IntegerWeight, quantise
 from triforce_offload.checkpoint import layer_cache
 from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.errors import UsageError
 from triforce_offload.files import cache_directory
 from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.weights.draft_copies import DraftCopies
 from triforce_offload.weights.formats import Dense, Groups
-from triforce_offload.weights.int4_copies import Int4Copies
 from triforce_offload.weights.layouts import FlatLayout
 
 PROMPT, NEW = random_ids(75), 40
@@ -76,7 +76,7 @@ def test_the_text_is_that_of_exact_weights(tiny, family: str) -> None:
         assert result.token_ids == expected
         assert result.stats["levels"] == ["ngram", "retrieval", "target"]
         assert result.stats["draft_tokens"]["mean"] > 1
-        assert result.stats["placement"]["int4_layers"] == count
+        assert result.stats["placement"]["copied_layers"] == count
         assert f"retrieval budget 32 with {count} layers in 4 bits" in line
 
 
@@ -118,7 +118,7 @@ def test_less_memory_than_the_weights_take_still_drafts_from_the_device(tmp_path
         seen.append((len(placement.streamed_layers), drafts))
         assert result.stats["memory"]["device_peak_bytes"] <= memory
         if drafts:
-            assert placement.int4_layers == placement.streamed_layers
+            assert placement.copied_layers == placement.streamed_layers
     assert len(texts) == 1
     assert any(streamed and drafts for streamed, drafts in seen)
     first = seen.index(next(each for each in seen if each[1]))
@@ -135,7 +135,7 @@ def test_every_slice_of_a_copy_is_made_of_its_own_rows(monkeypatch) -> None:
     layout = FlatLayout.of(
         {"matrix": Groups(10, 128, 64, torch.float32), "norm": Dense((10,), torch.float32)}
     )
-    copies = Int4Copies({2: layout}, DeviceMemory(torch.device("cpu"), None))
+    copies = DraftCopies({2: layout}, DeviceMemory(torch.device("cpu"), None))
     copies.make(2, {"matrix": exact, "norm": exact[:, 0]})
     found, expected = copies.views[2]["matrix"], quantise(exact, 64)
     assert torch.equal(found.packed, expected.packed)
@@ -153,19 +153,19 @@ def test_copies_are_rounded_by_what_their_matrices_multiply(
 ) -> None:
     """alike: matrices of whose columns all count alike"""
     path, _ = tiny(family)
-    original, found = Int4Copies.make, {}
+    original, found = DraftCopies.make, {}
 
-    def noting(copies: Int4Copies, layer: int, exact, inputs) -> None:
+    def noting(copies: DraftCopies, layer: int, exact, inputs) -> None:
         for name, view in copies.views[layer].items():
-            if isinstance(view, Int4Weight):
+            if isinstance(view, IntegerWeight):
                 found[layer, name] = inputs(name)
         original(copies, layer, exact, inputs)
 
-    monkeypatch.setattr(Int4Copies, "make", noting)
+    monkeypatch.setattr(DraftCopies, "make", noting)
     with engine(path, dtype=dtype, placement=PLACEMENTS["int4"]) as drafting:
-        copied = drafting.models.int4_copies.views
+        copied = drafting.models.draft_copies.views
         assert {layer for layer, _ in found} == copied.keys()
-        assert not drafting.models.int4_copies.missing
+        assert not drafting.models.draft_copies.missing
     for (_, name), sizes in found.items():
         if name in alike:
             assert sizes is None
@@ -191,9 +191,9 @@ def test_dropping_the_level_gives_its_weights_back(tiny) -> None:
     with engine(path, placement=PLACEMENTS["int4"]) as drafting:
         drafting.generate(PROMPT, GREEDY)
         purposes = drafting.runtime.memory.by_purpose()
-        assert purposes["int4 draft copies"] == sum(drafting.runtime.plan.requirements.int4_bytes)
+        assert purposes["draft copies"] == sum(drafting.runtime.plan.requirements.copy_bytes)
         drafting._contexts.latest.levels.give_up()
-        assert "int4 draft copies" not in drafting.runtime.memory.by_purpose()
+        assert "draft copies" not in drafting.runtime.memory.by_purpose()
 
 
 def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
@@ -205,10 +205,10 @@ def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
         made.append(into)
         original(exact, into, inputs)
 
-    from triforce_offload.weights import int4_copies
+    from triforce_offload.weights import draft_copies
 
-    original = int4_copies._quantise_into
-    monkeypatch.setattr(int4_copies, "_quantise_into", counting)
+    original = draft_copies._quantise_into
+    monkeypatch.setattr(draft_copies, "_quantise_into", counting)
     options = {"placement": PLACEMENTS["int4"], "draft_tokens": 4, "accept": "coupled"}
     lengths = []
     for _ in range(2):
