@@ -362,9 +362,9 @@ def _unknown(name: str) -> str:
     return f"an engine has no setting {name!r}; the nearest are {close[0]!r} and {close[1]!r}"
 
 
-def _require_one_of(name: str, value: object, choices: Sequence[str]) -> None:
+def _require_one_of(name: str, value: object, choices: Sequence[object]) -> None:
     if value not in choices:
-        raise UsageError(f"{name} {value!r} is not one of {', '.join(choices)}")
+        raise UsageError(f"{name} {value!r} is not one of {', '.join(map(str, choices))}")
 
 
 def _require_kind(name: str, value: object, kind: type) -> None:

@@ -1,4 +1,4 @@
-"""What drafts in 4 bits while exact weights stream: the text is the target's, whatever it is."""
+"""What drafts in 3 or 4 bits while exact weights stream: the text is the target's in any case."""
 
 from __future__ import annotations
 
@@ -62,10 +62,11 @@ def test_the_text_is_that_of_exact_weights(tiny, family: str) -> None:
     path, _ = tiny(family)
     with engine(path, method="autoregressive") as plain:
         expected = plain.generate(PROMPT, GREEDY).token_ids
-    for count, options in (
-        (3, {"placement": PLACEMENTS["int4"]}),
-        (2, {"placement": PLACEMENTS["int4-in-part"]}),
-        (3, {"placement": PLACEMENTS["kv"], "draft_weights": "int4"}),
+    for count, bits, options in (
+        (3, 4, {"placement": PLACEMENTS["int4"]}),
+        (3, 3, {"placement": PLACEMENTS["int4"], "copy_bits": 3}),
+        (2, 4, {"placement": PLACEMENTS["int4-in-part"]}),
+        (3, 4, {"placement": PLACEMENTS["kv"], "draft_weights": "int4"}),
     ):
         if family == "gpt-oss-moe":
             # Copies of its experts as stored would be no smaller.
@@ -77,23 +78,62 @@ def test_the_text_is_that_of_exact_weights(tiny, family: str) -> None:
         assert result.stats["levels"] == ["ngram", "retrieval", "target"]
         assert result.stats["draft_tokens"]["mean"] > 1
         assert result.stats["placement"]["copied_layers"] == count
-        assert f"retrieval budget 32 with {count} layers in 4 bits" in line
+        assert result.stats["retrieval"]["copy_bits"] == bits
+        assert f"retrieval budget 32 with {count} layers in {bits} bits" in line
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exact_layers_draft_better_than_those_in_4_bits(tmp_path, dtype: str) -> None:
-    """And those in 4 bits well enough to be worth their bytes."""
+def test_layers_draft_better_with_more_bits(tmp_path, dtype: str) -> None:
+    """And those in few bits well enough to be worth their bytes."""
     path = tmp_path / "model"
     make_model("llama", path, initializer_range=0.15, hidden_size=128, intermediate_size=256)
     held = {}
-    for name, weights in (("kv", "exact"), ("int4-in-part", "auto"), ("kv", "int4")):
+    for name, weights, bits in (
+        ("kv", "exact", "auto"),
+        ("int4-in-part", "auto", "auto"),
+        ("kv", "int4", "auto"),
+        ("int4", "auto", 3),
+    ):
         options = {"placement": PLACEMENTS[name], "draft_weights": weights, "draft": "none"}
-        with engine(path, dtype=dtype, budget=112, **options) as drafting:
+        with engine(path, dtype=dtype, budget=112, copy_bits=bits, **options) as drafting:
             params = SamplingParams(NEW, temperature=1.0, seed=3)
             held[name, weights] = drafting.generate(PROMPT, params).stats["acceptance"]["target"]
-    exact, *others = held.values()
+    exact, *others, three = held.values()
     assert exact > 0.99
     assert all(0.4 < other < exact for other in others)
+    assert 0.3 < three < min(others)
+
+
+def test_copies_have_3_bits_where_those_in_4_do_not_fit(tmp_path) -> None:
+    """As device memory grows: no retrieval level, copies in 3 bits, copies in 4, no layer streams."""
+    path = tmp_path / "model"
+    make_model("llama", path, num_hidden_layers=12, hidden_size=128, intermediate_size=512)
+    seen, texts = [], set()
+    for memory in (5_000_000, 7_500_000, 10_000_000, 14_000_000):
+        with engine(path, device_memory=memory, budget=None) as drafting:
+            result = drafting.generate(PROMPT, GREEDY)
+        copied, cache = result.stats["placement"]["copied_layers"], result.stats["retrieval"]
+        assert (copied > 0) == (cache is not None)
+        seen.append(cache and cache["copy_bits"])
+        texts.add(tuple(result.token_ids))
+        assert result.stats["memory"]["device_peak_bytes"] <= memory
+    assert len(texts) == 1
+    assert seen == [None, 3, 4, None]
+
+
+def test_bits_that_are_asked_for_are_those_of_the_copies(tiny) -> None:
+    path, _ = tiny("llama")
+    for bits in (3, 4):
+        with engine(path, placement=PLACEMENTS["int4"], copy_bits=bits) as drafting:
+            views = drafting.models.draft_copies.views
+            found = [each for view in views.values() for each in view.values()]
+            assert {each.bits for each in found if isinstance(each, IntegerWeight)} == {bits}
+    with pytest.raises(UsageError, match="copy_bits 2 is not one of auto, 4, 3"):
+        engine(path, copy_bits=2)
+    with pytest.raises(
+        UsageError, match="draft_weights int4 has copies in 4 bits, not copy_bits 3"
+    ):
+        engine(path, copy_bits=3, draft_weights="int4")
 
 
 @pytest.mark.slow
@@ -224,10 +264,14 @@ def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
     with engine(path, dtype="bfloat16", **options):
         assert len(made) == 24
     assert len(list(kept.iterdir())) == 2
+    with engine(path, copy_bits=3, **options):
+        # Groups of 3 bits do not divide the 96 columns of one matrix of each.
+        assert len(made) == 33
+    assert len(list(kept.iterdir())) == 3
     make_model("llama", path, initializer_range=0.2)
     with engine(path, **options):
-        assert len(made) == 36
-    assert len(list(kept.iterdir())) == 2
+        assert len(made) == 45
+    assert len(list(kept.iterdir())) == 3
     assert directory not in kept.iterdir()
 
 
