@@ -87,14 +87,15 @@ def test_copies_that_are_no_smaller_than_the_layers_are_not_made(tmp_path) -> No
         engine(tmp_path / "m.gguf", draft_weights="int4", **options)
 
 
-@pytest.mark.parametrize("budget", [None, 32])
+@pytest.mark.parametrize("budget", [None, 112])
 def test_copies_of_4_bit_weights_have_3_bits(tmp_path, budget: int | None) -> None:
     """Here with scales in 16 bits: they take .78 of the blocks' bytes."""
-    model = make_model("llama", tmp_path, initializer_range=0.1)
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    model = make_model("llama", tmp_path, initializer_range=0.1, **sizes)
     write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
     options = {"weights": "stored", "dtype": "bfloat16", "placement": PLACEMENTS["int4"]}
     with engine(tmp_path / "m.gguf", budget=budget, **options) as running:
-        stats = running.generate(PROMPT, GREEDY).stats
+        stats = running.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=3)).stats
     assert stats["levels"] == ["ngram", "retrieval", "target"]
     assert stats["retrieval"]["copy_bits"] == 3
-    assert stats["acceptance"]["target"] > 0.2
+    assert stats["acceptance"]["target"] > 0.3

@@ -105,7 +105,7 @@ def test_layers_draft_better_with_more_bits(tmp_path, dtype: str) -> None:
 
 
 def test_copies_have_3_bits_where_those_in_4_do_not_fit(tmp_path) -> None:
-    """As device memory grows: no retrieval level, copies in 3 bits, copies in 4, no layer streams."""
+    """As device memory grows: no copies, copies in 3 bits, copies in 4, and no layer streams."""
     path = tmp_path / "model"
     make_model("llama", path, num_hidden_layers=12, hidden_size=128, intermediate_size=512)
     seen, texts = [], set()
