@@ -92,12 +92,17 @@ class DraftCopies:
 
 def _quantise_into(exact: Weight, into: IntegerWeight, inputs: torch.Tensor | None) -> None:
     """Quantise some rows at a time on the device, so that no dense matrix exists as a whole."""
-    step = max(1, limits.DECODED_AT_ONCE // into.shape[1])
-    for first, decoded in dense_rows(exact, into.scale.dtype):
+    # A GPU has the workspace of a long prompt, of which the short prefill meanwhile needs little.
+    on_gpu = into.device.type != "cpu"
+    most = limits.QUANTISED_AT_ONCE_ON_GPU if on_gpu else limits.DECODED_AT_ONCE
+    step = max(1, most // into.shape[1])
+    dtype = into.scale.dtype
+    dense = isinstance(exact, torch.Tensor)
+    for first, decoded in enumerate((exact,)) if dense else dense_rows(exact, dtype):
         start = first
         for rows in decoded.split(step):
             part = into.rows(start, start + rows.shape[0])
-            made = quantise(rows.to(into.device), into.group, inputs, into.bits)
+            made = quantise(rows.to(into.device, dtype), into.group, inputs, into.bits)
             part.packed.copy_(made.packed)
             part.scale.copy_(made.scale)
             part.offset.copy_(made.offset)

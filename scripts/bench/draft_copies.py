@@ -8,8 +8,8 @@ over the link takes 100 times as long as a step of that level over one token.
    with the same layers on the device; and both in the same memory, where exact layers take the
    place of the copies.
 2. Acceptance of the retrieval level, and tokens per pass, on the same texts and coins: with exact
-   weights (all resident, which takes more memory), with copies of the streamed layers, and with
-   copies of all layers.
+   weights (all resident, which takes more memory), with copies of the streamed layers in 4 and in
+   3 bits, and with copies of all layers in 4 bits.
 
     python scripts/bench draft_copies [--prompts 3]
 
@@ -56,6 +56,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     exact_alone = {"placement": replace(placement, copied_layers=())}
     for name, options in (
         ("triforce", {"placement": placement}),
+        ("triforce, copies in 3 bits", {"placement": placement, "copy_bits": 3}),
         ("autoregressive, the same layers", exact_alone),
         ("speculative, the same layers", exact_alone),
         ("autoregressive, the same memory", {"device_memory": memory}),
@@ -68,6 +69,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     for name, options in (
         (EXACT, {"draft_weights": "exact"}),
         (STREAMED_COPIES, {"placement": placement}),
+        ("3 bits of what streams", {"placement": placement, "copy_bits": 3}),
         ("4 bits of all", {"draft_weights": "int4"}),
     ):
         options |= bench.options | {"method": "triforce", "budget": args.budget}
