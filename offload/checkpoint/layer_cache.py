@@ -83,7 +83,7 @@ class LayerCache:
                 if not self._off:
                     self._off = True
                     warnings.warn(
-                        f"4-bit layers are made anew in each run, since {self._directory} cannot "
+                        f"draft copies are made anew in each run, since {self._directory} cannot "
                         f"be written: {error.strerror or error}",
                         RuntimeWarning,
                         stacklevel=2,
