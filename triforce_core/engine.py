@@ -82,8 +82,8 @@ class Engine:
         progress: called with ("load", "round" for copies that draft, or "prefill", layers done,
             number of layers)
 
-        Raises UsageError, DoesNotFitError (before loading), CheckpointError, or RankError if
-        another rank fails.
+        Raises UsageError, DoesNotFitError (before weights are read, but for memory that others
+        take meanwhile), CheckpointError, LinkError, or RankError if another rank fails.
         """
         progress = progress or (lambda *_: None)
         return cls(start(model, settled(config, plan, fields), tokenizer, progress), progress)

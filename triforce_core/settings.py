@@ -72,8 +72,9 @@ class MethodSettings:
         stream; "exact": exact layers, and no retrieval level if a layer streams; "int4": copies of
         all layers in 4 bits; "split": the high 8 bits of split layers, and no retrieval level if
         these stream
-    copy_bits: bits of the numbers of copies of layers that stream: 4, 3, or "auto" (4; 3 where
-        copies in 4 bits do not fit or save little, or where fewer bits were planned to be faster)
+    copy_bits: bits of the numbers of copies of layers that stream, if `draft_weights` is "auto": 4,
+        3, or "auto" (4; 3 where copies in 4 bits do not fit or save little, or where fewer bits
+        were planned to be faster; with several GPUs 4)
     draft_kv: how the retrieval cache stores its tokens: "exact", "int8" (integers, with a scale for
         each channel of a head), or "auto" (int8 on a GPU)
     accept: "optimal" for the highest acceptance rate, or "coupled" for output that depends on the
@@ -101,8 +102,8 @@ class MethodSettings:
             ("draft_kv", DRAFT_KV),
         ):
             _require_one_of(name, getattr(self, name), choices)
-        if self.draft_weights == INT4 and self.bits_of_copies != _COPY_BITS:
-            raise UsageError(f"draft_weights {INT4} has copies in 4 bits, not copy_bits 3")
+        if self.copy_bits != AUTO and type(self.copy_bits) is not int:
+            raise UsageError(f"copy_bits must be auto, 4 or 3, got {self.copy_bits!r}")
         for name in ("draft_tokens", "inner_draft_tokens"):
             value = getattr(self, name)
             if value != AUTO and not is_whole(value, 1, MOST_DRAFT_TOKENS):
@@ -135,6 +136,8 @@ class MethodSettings:
             unused |= {"draft_weights", "copy_bits"}
         elif not self.has_drafter:
             unused |= {"inner_draft_tokens"}
+        if self.draft_weights != AUTO:
+            unused |= {"copy_bits"}
         return [name for name in names if name in unused]
 
     def check_weights(self, weights: str) -> None:
@@ -163,7 +166,8 @@ class MethodSettings:
     @property
     def bits_of_copies(self) -> int:
         """Bits of the numbers of draft copies."""
-        return _COPY_BITS if self.copy_bits == AUTO else int(self.copy_bits)
+        chosen = self.draft_weights == AUTO and self.copy_bits != AUTO
+        return int(self.copy_bits) if chosen else _COPY_BITS
 
     @property
     def with_smaller_copies(self) -> MethodSettings | None:

@@ -76,12 +76,18 @@ class DraftCopies:
         buffer.zero_()
         for name, view in self.views[layer].items():
             if isinstance(view, IntegerWeight):
-                _quantise_into(exact[name], view, inputs(name))
+                _quantise_into(exact[name], view, inputs(name), self._numbers_at_once())
             else:
                 _copy_into(exact[name], view)
         if self._cache:
             self._cache.write(layer, buffer)
         self.missing.discard(layer)
+
+    def _numbers_at_once(self) -> int:
+        if self._memory.device.type == "cpu":
+            return limits.DECODED_AT_ONCE
+        free = self._memory.available_bytes // limits.QUANTISE_BYTES
+        return max(limits.LEAST_QUANTISED, min(free, limits.QUANTISED_AT_ONCE_ON_GPU))
 
     def close(self) -> None:
         """Free the memory. Further calls do nothing."""
@@ -90,12 +96,14 @@ class DraftCopies:
         self._memory.free(self._decoding)
 
 
-def _quantise_into(exact: Weight, into: IntegerWeight, inputs: torch.Tensor | None) -> None:
-    """Quantise some rows at a time on the device, so that no dense matrix exists as a whole."""
-    # A GPU has the workspace of a long prompt, of which the short prefill meanwhile needs little.
-    on_gpu = into.device.type != "cpu"
-    most = limits.QUANTISED_AT_ONCE_ON_GPU if on_gpu else limits.DECODED_AT_ONCE
-    step = max(1, most // into.shape[1])
+def _quantise_into(
+    exact: Weight, into: IntegerWeight, inputs: torch.Tensor | None, at_once: int
+) -> None:
+    """Quantise some rows at a time on the device, so that no dense matrix exists as a whole.
+
+    at_once: numbers of these rows
+    """
+    step = max(1, at_once // into.shape[1])
     dtype = into.scale.dtype
     dense = isinstance(exact, torch.Tensor)
     for first, decoded in enumerate((exact,)) if dense else dense_rows(exact, dtype):

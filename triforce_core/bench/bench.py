@@ -217,7 +217,7 @@ class Bench:
         if self.models.rounds_kv:
             what += ", in 8 bits"
         if copies:
-            what += f", {copies} layers in 4 bits"
+            what += f", {copies} layers in {self.models.method.bits_of_copies} bits"
         name = "weights and cache at the rate of a copy on the device"
         return Row("retrieval", what, seconds, 1, "tokens/s", floor, name)
 

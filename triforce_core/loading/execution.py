@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.decoding.contexts.models import Models, SmallModel
 from triforce_core.loading.devices import check_processor
-from triforce_core.loading.fill_copies import fill_copies
+from triforce_core.loading.fill_copies import fill_copies, tokens_read
 from triforce_core.loading.layer_source import LayerSource, Readable, ReadableDrafter, ReadableHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.heads.head import HEADS, Head, OwnTensors
@@ -66,7 +66,8 @@ class Execution:
     def models(self, link: Link, tracer: Tracer) -> Models:
         """Load the models.
 
-        Raises DoesNotFitError, CheckpointError, CannotSplitError, RankError or UsageError.
+        Raises DoesNotFitError, CheckpointError, CannotSplitError, LinkError, RankError or
+        UsageError.
         """
         resolved, memory, stack = self.resolved, self.memory, self.resources
         if resolved.memory.placement.uses_processor:
@@ -165,7 +166,12 @@ class Execution:
         if not checkpoint.files:
             return None
         sizes = self.resolved.sizes
-        recipe = f"{RECIPE} in {sizes.method.bits_of_copies} bits of {dtype_name(sizes.dtype)}"
+        # All that the copies depend on, by the rounding of products in the prefill too.
+        tokens = tokens_read(self.resolved.memory.requirements.context_tokens)
+        recipe = (
+            f"{RECIPE} in {sizes.method.bits_of_copies} bits of {dtype_name(sizes.dtype)}, "
+            f"{self.resolved.weights} weights on {self.memory.device.type}, {tokens} tokens"
+        )
         if ranks.count > 1:
             recipe += f", rank {ranks.index} of {ranks.count}"
         return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)

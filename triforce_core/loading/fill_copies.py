@@ -8,7 +8,6 @@ from contextlib import closing, contextmanager
 import torch
 
 from triforce_core.decoding.contexts.models import Models
-from triforce_core.model.feed_forward import EXPERT_PARTS
 from triforce_core.model.fused import FusedLayer
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_kernels.weights.inputs import InputSizes, added_to
@@ -20,8 +19,11 @@ from triforce_offload.weights.store import Weights
 # Tokens of the prefill. With 64 or 1,024 of them SmolLM2-135M accepted as many drafts, and with
 # tokens of texts .005 more (by hand; scripts/bench readings measures these).
 _TOKENS = 256
-# A matrix of all experts stands for what the router multiplies, the same rows.
-_LIKE = {EXPERT_PARTS[0]: "router"}
+
+
+def tokens_read(context_tokens: int) -> int:
+    """Return the number of random tokens that are prefilled. context_tokens: most that may be"""
+    return min(_TOKENS, context_tokens)
 
 
 @torch.inference_mode()
@@ -38,7 +40,7 @@ def fill_copies(models: Models, progress: Callable[[str, int, int], None]) -> No
         lacks = not models.ranks.least(int(not lacks))
     if not lacks:
         return
-    count = min(_TOKENS, runtime.plan.requirements.context_tokens)
+    count = tokens_read(runtime.plan.requirements.context_tokens)
     coins = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab, (count,), generator=coins)
     weights = _Copying(runtime.passes.prefill_weights, copies)
@@ -73,8 +75,4 @@ class _Copying:
             computed.prepared = FusedLayer()
             with added_to(sizes):
                 yield computed
-
-            def of(name: str) -> torch.Tensor | None:
-                return sizes.of(exact[_LIKE.get(name, name)])
-
-            self._copies.make(index, exact, of)
+            self._copies.make(index, exact, lambda name: sizes.of(exact[name]))

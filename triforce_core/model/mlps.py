@@ -22,6 +22,7 @@ from triforce_kernels.elementwise import sigmoid
 from triforce_kernels.experts import grouped
 from triforce_kernels.experts.routing import Choice, choose
 from triforce_kernels.layer import clamped_swiglu, geglu, rms_norm, swiglu
+from triforce_kernels.weights import inputs
 from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
 from triforce_offload.weights.layouts import Pool, Views
@@ -98,6 +99,7 @@ class ExpertsMLP:
     ) -> torch.Tensor:
         if w.note is not None:
             w.note(chosen)
+        inputs.note(x, w["experts_gate_up"])
         if w.pool is not None:
             return self._by_both(w, w.pool, x, chosen, weights)
         # The processor may have them, and none of the rest of the layer.

@@ -271,7 +271,7 @@ def needs_weights(budget: int, streamed: int) -> UsageError:
     """
     return UsageError(
         f"a retrieval budget of {budget} tokens needs all weights on the device, themselves, their "
-        f"high bits or in 4 bits, and the placement streams {streamed} layers"
+        f"high bits or copies, and the placement streams {streamed} layers"
     )
 
 

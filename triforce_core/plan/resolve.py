@@ -138,10 +138,16 @@ def _fitting_smaller_copies_too(sizes: ModelSizes, config: EngineConfig, room: R
     smaller = replace(sizes, method=method)
     try:
         fitted = _fitting_chains_too(sizes, config, room)
-    except (DoesNotFitError, UsageError):
+    except UsageError:
         with suppress(DoesNotFitError, UsageError):
             return _fitting_chains_too(smaller, config, room)
         raise
+    except DoesNotFitError as error:
+        try:
+            return _fitting_chains_too(smaller, config, room)
+        except DoesNotFitError as other:
+            # They may lack the memory for another part than the copies.
+            raise min(other, error, key=lambda each: each.needed_bytes) from None
     if fitted.budget or not fitted.memory.streamed_layers:
         return fitted
     again = _fitting_chains_too(smaller, config, room)

@@ -13,6 +13,7 @@ from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
+from triforce_kernels.weights.integers import dequantise
 from triforce_offload.errors import UsageError
 from triforce_offload.weights.layouts import Views
 
@@ -48,7 +49,9 @@ def test_copies_of_fp8_weights_draft_for_them(tmp_path, family: str, placement: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_copies_of_stored_weights_are_those_of_the_dense_ones(tmp_path, dtype: str) -> None:
-    """Matrices of several types stand one above the other in one of a layer's."""
+    """But for what the rounding of products changes: the sizes of inputs, and rarely a number by
+    them. Matrices of several types stand one above the other in one of a layer's.
+    """
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     model = make_model("llama", tmp_path, **sizes)
     file = tmp_path / "m.gguf"
@@ -58,22 +61,19 @@ def test_copies_of_stored_weights_are_those_of_the_dense_ones(tmp_path, dtype: s
     for weights in ("dense", "stored"):
         with engine(file, weights=weights, draft_weights="int4", **options) as drafting:
             views = drafting.models.draft_copies.views
-            made.append({layer: vars_of(views[layer]) for layer in views})
+            made.append({layer: numbers_of(views[layer]) for layer in views})
     for layer, tensors in made[0].items():
         for name, tensor in tensors.items():
-            assert torch.equal(tensor, made[1][layer][name]), (layer, name)
+            off = (tensor - made[1][layer][name]).norm()
+            assert off <= 0.03 * tensor.norm(), (layer, name)
 
 
-def vars_of(views: Views) -> dict[str, torch.Tensor]:
-    """The tensors of a copy and of its matrices' parts."""
-    found = {}
-    for name, view in views.items():
-        if isinstance(view, torch.Tensor):
-            found[name] = view.clone()
-        else:
-            for part in ("packed", "scale", "offset"):
-                found[f"{name} {part}"] = getattr(view, part).clone()
-    return found
+def numbers_of(views: Views) -> dict[str, torch.Tensor]:
+    """The numbers of a copy's tensors in float32."""
+    return {
+        name: view.float() if isinstance(view, torch.Tensor) else dequantise(view)
+        for name, view in views.items()
+    }
 
 
 def test_copies_that_are_no_smaller_than_the_layers_are_not_made(tmp_path) -> None:

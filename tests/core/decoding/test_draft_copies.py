@@ -114,12 +114,13 @@ def test_bits_that_are_asked_for_are_those_of_the_copies(tiny) -> None:
             views = drafting.models.draft_copies.views
             found = [each for view in views.values() for each in view.values()]
             assert {each.bits for each in found if isinstance(each, IntegerWeight)} == {bits}
-    with pytest.raises(UsageError, match="copy_bits 2 is not one of auto, 4, 3"):
-        engine(path, copy_bits=2)
-    with pytest.raises(
-        UsageError, match="draft_weights int4 has copies in 4 bits, not copy_bits 3"
-    ):
-        engine(path, copy_bits=3, draft_weights="int4")
+    for wrong, message in ((2, "2 is not one of auto, 4, 3"), (3.0, "must be auto, 4 or 3")):
+        with pytest.raises(UsageError, match=f"copy_bits {message}"):
+            engine(path, copy_bits=wrong)
+    # Copies of all layers have 4.
+    method = {"copy_bits": 3, "draft_weights": "int4", "placement": PLACEMENTS["kv"]}
+    with engine(path, **method) as drafting:
+        assert "3 layers in 4 bits" in drafting.plan_line
 
 
 @pytest.mark.slow
@@ -172,7 +173,11 @@ def test_every_slice_of_a_copy_is_made_of_its_own_rows(monkeypatch) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("family", "alike"), [("llama", ()), ("qwen3_5", ()), ("qwen3_moe", ("experts_down",))]
+    ("family", "alike"),
+    [
+        *(("llama", ()), ("qwen3_5", ()), ("deepseek_v2-moe", ("experts_down", "v_up"))),
+        *(("qwen3_moe", ("experts_down",)), ("gemma4-moe", ("experts_down",))),
+    ],
 )
 def test_copies_are_rounded_by_what_their_matrices_multiply(
     tiny, monkeypatch, kept, family: str, alike: tuple[str, ...], dtype: str

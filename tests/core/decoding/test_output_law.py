@@ -89,7 +89,7 @@ class Job:
 def making_noise() -> Iterator[None]:
     """Random bytes, some of which are no numbers, in the place of every matrix in 4 bits."""
 
-    def fill(exact: torch.Tensor, into: IntegerWeight, _: torch.Tensor | None) -> None:
+    def fill(exact: torch.Tensor, into: IntegerWeight, *_: object) -> None:
         generator = torch.Generator().manual_seed(exact.numel())
         for part in (into.packed, into.scale, into.offset):
             part.view(torch.uint8).random_(generator=generator)

@@ -269,7 +269,7 @@ def test_planes_that_were_asked_for_to_draft_with_are_not_replaced_by_copies(tin
         assert "retrieval" not in ours.models.levels
         assert "the high bits of some layers stream" in ours.plan_line
     copies = options | {"placement": PLACEMENTS["int4-in-part"], "budget": 32}
-    with pytest.raises(UsageError, match="themselves, their high bits or in 4 bits"):
+    with pytest.raises(UsageError, match="themselves, their high bits or copies"):
         engine(path, "split", **copies)
 
 

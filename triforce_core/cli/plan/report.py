@@ -41,7 +41,7 @@ def print_plan(
     console.print(f"Bottleneck: {prediction.bottleneck}.")
     line = chosen.plan.line(len(case.config.layers), chosen.memory.kv.blocks)
     if case.pieces and chosen.plan.placement.streamed_layers and not chosen.plan.budget:
-        line += "; no retrieval level, since weights stream and copies in 4 bits do not pay"
+        line += "; no retrieval level, since weights stream and copies of them do not pay"
     console.print(f"Plan: {line}.")
     command = run_command(chosen, model, saved)
     for text in on_lines("Run it: ", command, console.width):

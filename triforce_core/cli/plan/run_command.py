@@ -35,6 +35,8 @@ def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
         flags["--weights"] = plan.weights
     flags["--kv"] = plan.kv
     flags |= _method_flags(plan.method, budget=plan.budget)
+    if plan.placement.copied_layers and plan.method.copy_bits != AUTO:
+        flags["--copy-bits"] = plan.method.copy_bits
     for flag, value in flags.items():
         words += [flag, str(value)]
     return shlex.join(words)
@@ -72,7 +74,6 @@ def _method_flags(method: MethodSettings, budget: int) -> dict[str, object]:
         "--draft-tokens": method.draft_tokens,
         "--inner-draft-tokens": method.inner_draft_tokens,
         "--draft-weights": method.draft_weights,
-        "--copy-bits": method.copy_bits,
         "--draft-kv": method.draft_kv,
     }
     flags |= {flag: value for flag, value in values.items() if str(value) != AUTO}

@@ -108,7 +108,7 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
     memory, placement = chosen.memory, chosen.plan.placement
     return {
         **memory.layer_counts,
-        "copy_bits": chosen.plan.method.bits_of_copies,
+        "copy_bits": chosen.plan.method.bits_of_copies if placement.copied_layers else None,
         "embedding_resident": placement.embedding_resident,
         "block_tokens": memory.kv.shape.block_tokens,
         "kv_blocks": memory.kv.blocks,
