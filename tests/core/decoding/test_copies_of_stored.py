@@ -98,4 +98,4 @@ def test_copies_of_4_bit_weights_have_3_bits(tmp_path, budget: int | None) -> No
         stats = running.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=3)).stats
     assert stats["levels"] == ["ngram", "retrieval", "target"]
     assert stats["retrieval"]["copy_bits"] == 3
-    assert stats["acceptance"]["target"] > 0.3
+    assert stats["acceptance"]["target"] > 0.2
