@@ -65,7 +65,7 @@ class KernelCases:
 
     def rows(self) -> Iterator[KernelRow]:
         cases = (self._attention, self._cache, self._choice, self._gather, self._small)
-        for rows in (*cases, self._sampling, self._int4, self._blocks):
+        for rows in (*cases, self._sampling, self._integers, self._blocks):
             yield from rows()
             self.settle()
 
@@ -339,13 +339,14 @@ class KernelCases:
             (PLAIN, [partial(sampling.reference_accept, *arguments)]),
         )  # fmt: skip
 
-    def _int4(self) -> Iterator[KernelRow]:
+    def _integers(self) -> Iterator[KernelRow]:
         out, width = self.config.layers[0].mlp.width, self.config.hidden
-        packed = [quantise(self.draw(out, width)) for _ in range(CALLS)]
-        nbytes, rows_of = packed[0].nbytes, (1, 8, 17, 64)
-        dense = [self.draw(out, width) for _ in range(2)]
-        product, group = integer_matmul, ", group 64"
-        yield from self.products("integer_matmul", packed, nbytes, product, dense, rows_of, group)
+        rows_of, dense = (1, 8, 17, 64), [self.draw(out, width) for _ in range(2)]
+        for bits, group in ((3, ", group 64, 3 bits"), (4, ", group 64")):
+            packed = [quantise(self.draw(out, width), bits=bits) for _ in range(CALLS)]
+            nbytes = packed[0].nbytes
+            given = packed, nbytes, integer_matmul, dense, rows_of, group
+            yield from self.products("integer_matmul", *given)
         for dtype in dict.fromkeys((self.dtype, torch.bfloat16)):
             if product := self._shipped(out, width, dtype):
                 for rows in rows_of:
