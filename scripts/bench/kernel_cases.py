@@ -344,8 +344,7 @@ class KernelCases:
         rows_of, dense = (1, 8, 17, 64), [self.draw(out, width) for _ in range(2)]
         for bits, group in ((3, ", group 64, 3 bits"), (4, ", group 64")):
             packed = [quantise(self.draw(out, width), bits=bits) for _ in range(CALLS)]
-            nbytes = packed[0].nbytes
-            given = packed, nbytes, integer_matmul, dense, rows_of, group
+            given = packed, (nbytes := packed[0].nbytes), integer_matmul, dense, rows_of, group
             yield from self.products("integer_matmul", *given)
         for dtype in dict.fromkeys((self.dtype, torch.bfloat16)):
             if product := self._shipped(out, width, dtype):
