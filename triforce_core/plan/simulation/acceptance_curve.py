@@ -26,8 +26,8 @@ MODEL_ACCEPTANCE = 0.5
 # Share of an MTP head's tokens that its model accepts: llama.cpp with drafts of 3 tokens is 1.8 to
 # 2.2 times as fast on Qwen3.8-27B (its pull request 22673), which corresponds to about .7.
 HEAD_ACCEPTANCE = 0.7
-# Share of its own drafts with all layers in 4 or 3 bits that a model accepts. SmolLM2-135M: .945
-# and .846, if only these bits cause rejections (scripts/bench readings). Larger models lose less:
+# Share of its own drafts with all layers in 4 or 3 bits that a model accepts. SmolLM2-135M: .947
+# and .848, if only these bits cause rejections (scripts/bench readings). Larger models lose less:
 # Qwen2.5-7B makes 28 tokens a pass with drafts of 4 bits (SubSpec, arXiv 2509.18344). Assumed: a
 # loss of two thirds of SmolLM2's. Not measured here for models of that size.
 COPY_ACCEPTANCE = {4: 0.96, 3: 0.9}
