@@ -17,9 +17,8 @@ from triforce_kernels.weights.stored import StoredWeight
 Weight = torch.Tensor | StoredWeight
 # Rows whose squares are added at a time.
 _ROWS = 64
-# What a column counts at least, as a share of the mean, because other rows may use it more. With
-# 3 bits and shares of 0 to .1, SmolLM2-135M accepted .834, .831, .831, .832 and .839 of its drafts
-# after four stretches of the manual (by hand).
+# What a column counts at least, as a share of the mean, because other rows may use it more. For
+# SmolLM2-135M it made no difference (docs/benchmarks.md, "Weights and KV read cheaply").
 _LEAST = 0.1
 
 

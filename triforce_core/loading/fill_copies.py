@@ -16,8 +16,8 @@ from triforce_offload.weights.draft_copies import DraftCopies
 from triforce_offload.weights.layouts import Views
 from triforce_offload.weights.store import Weights
 
-# Tokens of the prefill. With 64 or 1,024 of them SmolLM2-135M accepted as many drafts, and with
-# tokens of texts .005 more (by hand; scripts/bench readings measures these).
+# Tokens of the prefill. With 64 or 1,024 of them SmolLM2-135M accepted as many drafts
+# (docs/benchmarks.md, "Weights and KV read cheaply").
 _TOKENS = 256
 
 

@@ -115,7 +115,7 @@ INLINE void group_int3(const Weight *w, int64_t row, int64_t group, const uint8_
     Table table = table_of(COUNTED, scale, offset);
     uint64_t eight;
     memcpy(&eight, at + 16, 8);
-    /* Whole quads are shifted: bits that cross into another byte are not used there. */
+    /* 64 bits are shifted at once: bits that cross into another byte are not used there. */
     quads low = (quads)load_bytes(at), third = {eight, eight >> 1};
     UNROLL(2) for (int half = 0; half < 2; half++) {
         /* The integers of two quarters, in 4 bits each. */
