@@ -18,10 +18,9 @@ EXPERT_TILE = 16
 # Numbers of a weight in blocks that are decoded at a time, so that no matrix exists in float32 as a
 # whole.
 DECODED_AT_ONCE = 2 << 20
-# On a GPU, most and least numbers that are quantised at a time, by some 300 launches of kernels,
-# and device bytes for each meanwhile.
-QUANTISED_AT_ONCE_ON_GPU, LEAST_QUANTISED = 8 << 20, 1 << 18
-QUANTISE_BYTES = 20
+# On a GPU, the most numbers that are quantised at a time, by some 300 launches of kernels, and
+# device bytes for each meanwhile. A processor, or a GPU with little room, takes as many as above.
+QUANTISED_AT_ONCE_ON_GPU, QUANTISE_BYTES = 8 << 20, 20
 # Device bytes for each of these numbers while they are decoded, the result in float32 included.
 DECODE_BYTES = 24
 # The same where a processor's compiled kernel decodes: the numbers in float32. Another dtype takes

@@ -34,15 +34,21 @@ class DraftCopies:
         memory: DeviceMemory,
         decoding_bytes: int = 0,
         cache: LayerCache | None = None,
+        spare_bytes: int = 0,
     ) -> None:
         """layouts: layout of each copy, by layer
         decoding_bytes: bytes of temporaries that products with the copies need
         cache: disk cache that keeps the copies from run to run
+        spare_bytes: device bytes that making copies may take for a moment
 
         Raises DoesNotFitError.
         """
         self._memory = memory
         self._cache = cache
+        self._at_once = limits.DECODED_AT_ONCE
+        if memory.device.type != "cpu":
+            room = min(spare_bytes // limits.QUANTISE_BYTES, limits.QUANTISED_AT_ONCE_ON_GPU)
+            self._at_once = max(self._at_once, room)
         self._allocation = memory.allocate(
             sum(layout.nbytes for layout in layouts.values()), "draft copies"
         )
@@ -76,18 +82,12 @@ class DraftCopies:
         buffer.zero_()
         for name, view in self.views[layer].items():
             if isinstance(view, IntegerWeight):
-                _quantise_into(exact[name], view, inputs(name), self._numbers_at_once())
+                _quantise_into(exact[name], view, inputs(name), self._at_once)
             else:
                 _copy_into(exact[name], view)
         if self._cache:
             self._cache.write(layer, buffer)
         self.missing.discard(layer)
-
-    def _numbers_at_once(self) -> int:
-        if self._memory.device.type == "cpu":
-            return limits.DECODED_AT_ONCE
-        free = self._memory.available_bytes // limits.QUANTISE_BYTES
-        return max(limits.LEAST_QUANTISED, min(free, limits.QUANTISED_AT_ONCE_ON_GPU))
 
     def close(self) -> None:
         """Free the memory. Further calls do nothing."""

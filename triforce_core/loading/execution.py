@@ -149,11 +149,15 @@ class Execution:
         plan, layouts = self.resolved.memory, self.resolved.sizes.copy_layouts
         if not self.resolved.budget or not layouts or not plan.placement.copied_layers:
             return None
+        needs = plan.requirements
+        # The prefill that shows how to round takes a small part of the workspace of a long one.
+        is_long = needs.context_tokens >= 8 * tokens_read(needs.context_tokens)
         copies = DraftCopies(
             {layer: layouts[layer] for layer in plan.placement.copied_layers},
             self.memory,
-            plan.requirements.decoding_bytes,
+            needs.decoding_bytes,
             self._copies_cache(),
+            needs.prefill_workspace_bytes // 2 if is_long else 0,
         )
         self.resources.callback(copies.close)
         return copies
