@@ -74,7 +74,7 @@ class MethodSettings:
         these stream
     copy_bits: bits of the numbers of copies of layers that stream, if `draft_weights` is "auto": 4,
         3, or "auto" (4; 3 where copies in 4 bits do not fit or save little, or where fewer bits
-        were planned to be faster; with several GPUs 4)
+        were planned to be faster)
     draft_kv: how the retrieval cache stores its tokens: "exact", "int8" (integers, with a scale for
         each channel of a head), or "auto" (int8 on a GPU)
     accept: "optimal" for the highest acceptance rate, or "coupled" for output that depends on the

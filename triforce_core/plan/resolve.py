@@ -94,9 +94,15 @@ def _by_rule(
         # Layers in files would have to be split again in every pass, so do not split weights.
         sizes = replace(sizes, layouts=asked.layouts)
         fitted = fitting(sizes, config, room)
-    if (budget := agreed(fitted.budget)) != fitted.budget:
-        fitted = _fitting(sizes, config, room, budget)
-    return fitted
+    budget = agreed(fitted.budget)
+    method = sizes.method.with_smaller_copies
+    if not (alone or budget or method is None):
+        # All ranks know that one of them has no room for a retrieval level.
+        smaller = replace(sizes, method=method)
+        again = _fitting(smaller, config, room)
+        if shared := agreed(again.budget):
+            sizes, fitted, budget = smaller, again, shared
+    return fitted if budget == fitted.budget else _fitting(sizes, config, room, budget)
 
 
 def placed(

@@ -66,6 +66,7 @@ def planned(shape: str, context: int, card: str = "rtx4090"):
         ("llama3.1-8b", 4096, "rtx4090"),
         ("llama2-7b-128k", 131072, "rtx4090"),
         ("qwen2.5-32b", 32768, "rtx4090"),
+        ("seed-oss-36b", 32768, "rtx4090"),
         ("qwen3-14b", 40960, "rtx5090"),
         ("llama3.1-8b", 131072, "h100"),
     ],
@@ -138,3 +139,26 @@ def test_cards_are_known_by_the_names_of_their_drivers() -> None:
     assert known("NVIDIA H100 80GB HBM3", 2, None) == named("h100")
     assert known("NVIDIA GeForce RTX 4090 (simulated)", 2, None) is None
     assert known("Quadro of nobody", 2, None) is None
+
+
+@pytest.mark.parametrize("later", [True, False])
+def test_ranks_try_copies_in_3_bits_together(*, later: bool) -> None:
+    """One rank has no room for a retrieval level with copies in 4 bits; all ask again.
+
+    later: whether that rank has room for copies in 3 bits
+    """
+    config = EngineConfig().changed(dtype="bfloat16", weights="dense")
+    sizes = ModelSizes(read_shape("qwen2.5-32b"), DTYPES["bfloat16"], 8192, config.method)
+    asked: list[int] = []
+
+    def agreed(budget: int) -> int:
+        asked.append(budget)
+        return budget if later and len(asked) > 1 else 0
+
+    room = Room(22 * GIB, 512 * GIB)
+    found = resolve(sizes, config, room, dense, alone=False, agreed=agreed)
+    assert len(asked) == 2
+    assert min(asked) > 0
+    assert found.budget == (asked[1] if later else 0)
+    assert found.sizes.method.bits_of_copies == (3 if later else 4)
+    assert bool(found.memory.placement.copied_layers) == later
