@@ -79,8 +79,8 @@ class Engine:
         fields: fields of EngineConfig, MachineSettings and MethodSettings by name; they override
             the config and the plan
         tokenizer: a tokenizer to use instead of the model's own
-        progress: called with ("load", "round" for copies that draft, or "prefill", layers done,
-            number of layers)
+        progress: called with ("load", "copies" for draft copies, or "prefill", layers done, number
+            of layers)
 
         Raises UsageError, DoesNotFitError (before weights are read, but for memory that others
         take meanwhile), CheckpointError, LinkError, or RankError if another rank fails.

@@ -1,7 +1,7 @@
 """What matrices multiply: how large the inputs of each column are.
 
-An error in a column counts as much as the column's inputs are large. Who rounds a matrix to few
-bits therefore wants to know them (AWQ, Lin et al., 2023, arXiv 2306.00978).
+The larger the inputs of a column, the more its rounding errors change products. Rounding to few
+bits therefore weighs errors by these sizes (AWQ, Lin et al., 2023, arXiv 2306.00978).
 """
 
 from __future__ import annotations

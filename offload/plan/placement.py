@@ -21,7 +21,7 @@ class Placement:
         spread evenly; a number above the total means all blocks
     reclaimed_kv_blocks: number of further blocks that are on the device between prefills, in memory
         that only a prefill needs
-    copied_layers: layers with an draft copy on the device
+    copied_layers: layers with a draft copy on the device
     file_layers: streamed layers that every pass reads from the checkpoint, because the host has no
         room for them
     split_layers: streamed layers of which only the low bits stream; the high bits stay on the

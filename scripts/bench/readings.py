@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from bench.material import model_file
 from bench.workloads import MODEL, SAMPLING, stretches
 from frame import Benchmark, Figures, Option
+from triforce_core.loading.fill_copies import RANDOM_TOKENS
 from triforce_kernels.kv.rounding import rounded, scale_of
 from triforce_kernels.sampling.sampling import distribution
 from triforce_kernels.weights.inputs import InputSizes
@@ -37,8 +38,6 @@ TEMPERATURE, TOP_P = SAMPLING.values()
 DRAFT = 24
 # Columns that share a scale. SmolLM2's own file uses groups of 32, which would show no error.
 GROUP = 64
-# Random tokens that show what columns multiply (`loading/fill_copies`).
-TOKENS = 256
 
 Reading = Callable[[torch.Tensor], torch.Tensor]
 # Takes a matrix, and the sizes of what its columns multiply.
@@ -145,7 +144,7 @@ def input_sizes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             module.register_forward_pre_hook(lambda made, args: sizes.add(args[0], made.weight))
         )
     coins = torch.Generator().manual_seed(0)
-    model(torch.randint(model.config.vocab_size, (1, TOKENS), generator=coins))
+    model(torch.randint(model.config.vocab_size, (1, RANDOM_TOKENS), generator=coins))
     for hook in hooks:
         hook.remove()
     return {name: sizes.of(module.weight) for name, module in linears.items()}

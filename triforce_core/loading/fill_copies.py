@@ -18,12 +18,12 @@ from triforce_offload.weights.store import Weights
 
 # Tokens of the prefill. With 64 or 1,024 of them SmolLM2-135M accepted as many drafts
 # (docs/benchmarks.md, "Weights and KV read cheaply").
-_TOKENS = 256
+RANDOM_TOKENS = 256
 
 
 def tokens_read(context_tokens: int) -> int:
     """Return the number of random tokens that are prefilled. context_tokens: most that may be"""
-    return min(_TOKENS, context_tokens)
+    return min(RANDOM_TOKENS, context_tokens)
 
 
 @torch.inference_mode()
@@ -31,7 +31,7 @@ def fill_copies(models: Models, progress: Callable[[str, int, int], None]) -> No
     """Make the copies that the cache did not have, if any rank lacks some. The full model prefills
     random tokens, and the copy of each layer is made while its exact weights are on the device.
 
-    progress: called with "round", the layers done and the number of layers
+    progress: called with "copies", the layers done and the number of layers
     Raises DoesNotFitError, LinkError or RankError.
     """
     copies, runtime, model = models.draft_copies, models.runtime, models.target
@@ -47,7 +47,7 @@ def fill_copies(models: Models, progress: Callable[[str, int, int], None]) -> No
     batch = ForwardBatch.text(tokens, 0, model.device)
 
     def report(layer: int) -> None:
-        progress("round", layer + 1, len(model.config.layers))
+        progress("copies", layer + 1, len(model.config.layers))
 
     memory = runtime.memory
     with memory.typed_errors(), memory.current(), closing(runtime.sequence()) as sequence:
@@ -71,7 +71,7 @@ class _Copying:
                 yield exact
                 return
             sizes, computed = InputSizes(), Views(exact)
-            # Only products for themselves show what they multiply.
+            # Products that are fused with others do not show what they multiply.
             computed.prepared = FusedLayer()
             with added_to(sizes):
                 yield computed

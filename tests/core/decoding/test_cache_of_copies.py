@@ -125,9 +125,9 @@ def test_a_cache_that_cannot_be_written_warns_once(tmp_path, kept, monkeypatch, 
         warnings.simplefilter("always")
         with engine(path, **options) as drafting:
             assert drafting.generate(PROMPT, GREEDY).token_ids == expected
-    told = [str(w.message) for w in warned if issubclass(w.category, RuntimeWarning)]
-    assert len(told) == 1
-    assert "draft copies are made anew in each run" in told[0]
+    messages = [str(w.message) for w in warned if issubclass(w.category, RuntimeWarning)]
+    assert len(messages) == 1
+    assert "draft copies are made anew in each run" in messages[0]
     if fault == "full":
         assert [file for file in kept.rglob("*") if file.is_file()] == []
 

@@ -13,6 +13,7 @@ from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
+from triforce_kernels.weights.inputs import InputSizes
 from triforce_kernels.weights.integers import dequantise
 from triforce_offload.errors import UsageError
 from triforce_offload.weights.layouts import Views
@@ -47,11 +48,16 @@ def test_copies_of_fp8_weights_draft_for_them(tmp_path, family: str, placement: 
         assert warm.stats["acceptance"]["target"] > 0.4
 
 
+@pytest.mark.parametrize("alike", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_copies_of_stored_weights_are_those_of_the_dense_ones(tmp_path, dtype: str) -> None:
-    """But for what the rounding of products changes: the sizes of inputs, and rarely a number by
-    them. Matrices of several types stand one above the other in one of a layer's.
+def test_copies_of_stored_weights_are_those_of_the_dense_ones(
+    tmp_path, monkeypatch, dtype: str, alike: bool
+) -> None:
+    """To the last bit if all columns count alike. The rounding of products changes the sizes of
+    inputs, and by them rarely a number. Matrices of several types stand one above the other.
     """
+    if alike:
+        monkeypatch.setattr(InputSizes, "of", lambda sizes, weight: None)
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     model = make_model("llama", tmp_path, **sizes)
     file = tmp_path / "m.gguf"
@@ -65,7 +71,7 @@ def test_copies_of_stored_weights_are_those_of_the_dense_ones(tmp_path, dtype: s
     for layer, tensors in made[0].items():
         for name, tensor in tensors.items():
             off = (tensor - made[1][layer][name]).norm()
-            assert off <= 0.03 * tensor.norm(), (layer, name)
+            assert off <= (0 if alike else 0.03) * tensor.norm(), (layer, name)
 
 
 def numbers_of(views: Views) -> dict[str, torch.Tensor]:

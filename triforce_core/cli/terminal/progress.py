@@ -25,7 +25,7 @@ _LEAST_SECONDS = 1.0
 # Longer estimates are not shown.
 _MOST_SECONDS = 100 * 3600.0
 
-_LABELS = {"load": "loading", "round": "making copies that draft"}
+_LABELS = {"load": "loading", "copies": "making draft copies"}
 
 Clock = Callable[[], float]
 
@@ -120,7 +120,7 @@ class ProgressBars:
         self._prompt_tokens = tokens
 
     def update(self, what: str, done: int, total: int) -> None:
-        """Update the bar. what: "load", "round" or "prefill". done, total: counts of layers"""
+        """Update the bar. what: "load", "copies" or "prefill". done, total: counts of layers"""
         if self._stopped:
             return
         label = self._label(what)
