@@ -32,6 +32,7 @@ class ForwardBatch:
     drafted: if the rows continue a tree of which earlier forwards ran the first rows: which of the
         last keys each row attends to, [rows, drafted] bool on the device, its own included;
         `parents` is None
+    lines: what `lineage` returns, if the host does not know `parents`
     """
 
     tokens: torch.Tensor
@@ -42,6 +43,7 @@ class ForwardBatch:
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     query_scale: torch.Tensor | None = None
     drafted: torch.Tensor | None = None
+    lines: torch.Tensor | None = None
 
     @classmethod
     def text(
@@ -100,11 +102,7 @@ class ForwardBatch:
         """
         if self.parents is None:
             return self.drafted
-        seen = torch.eye(self.rows, dtype=torch.bool)
-        for row, parent in enumerate(self.parents):
-            if parent >= 0:
-                seen[row] |= seen[parent]
-        return seen.to(self.positions.device)
+        return visible_rows(self.parents).to(self.positions.device)
 
     def once(self, key: Hashable, made: Callable[[], T]) -> T:
         """Return what `made` returned for a key, which all layers of a forward share."""
@@ -121,15 +119,13 @@ class ForwardBatch:
         [rows, count] int64 on the device. -1 stands for the last token before the batch, -2 for
         the one before that.
         """
+        if self.lines is not None:
+            return self.lines
         device = self.positions.device
         if self.parents is None:
             rows = torch.arange(self.first, self.end, device=device)
             return rows.unsqueeze(1) + torch.arange(1 - count, 1, device=device)
-        seen = [[row] for row in range(self.rows)]
-        for line in seen:
-            while len(line) < count:
-                line.append(self.parents[line[-1]] if line[-1] >= 0 else line[-1] - 1)
-        return torch.tensor([line[::-1] for line in seen], device=device)
+        return lines_of(self.parents, count).to(device)
 
     def parts(self, rows: int | None) -> Iterator[ForwardBatch]:
         """Yield the forward batch in parts of `rows` rows; None yields it whole. Raises ValueError
@@ -187,6 +183,27 @@ class ForwardBatch:
     def parent(self, row: int) -> int:
         """Return the row that `row` follows, or -1 if it follows the context."""
         return row - 1 if self.parents is None else self.parents[row]
+
+
+def visible_rows(parents: Sequence[int]) -> torch.Tensor:
+    """Return which rows of a tree each row follows, itself included, [rows, rows] bool on the host.
+
+    parents: as in ForwardBatch
+    """
+    seen = torch.eye(len(parents), dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            seen[row] |= seen[parent]
+    return seen
+
+
+def lines_of(parents: Sequence[int], count: int) -> torch.Tensor:
+    """Return what `ForwardBatch.lineage` does of a tree, [rows, count] int64 on the host."""
+    seen = [[row] for row in range(len(parents))]
+    for line in seen:
+        while len(line) < count:
+            line.append(parents[line[-1]] if line[-1] >= 0 else line[-1] - 1)
+    return torch.tensor([line[::-1] for line in seen])
 
 
 class Cache(Protocol):

@@ -24,7 +24,7 @@ class MachineSettings:
     link_bandwidth: bandwidth of the emulated link (CPU only), in bytes per second or as "25GB/s";
         None for the speed of memory
     pin: whether streamed host memory is registered with the CUDA driver, for direct copies
-    cuda_graphs: whether the forwards of draft levels are recorded as CUDA graphs
+    cuda_graphs: whether forwards that wait for nothing are recorded as CUDA graphs
     threads: number of CPU threads that compute, for the whole process; None for PyTorch's default,
         which ranks on one CPU divide among them
     gpus: number of GPUs that share the model, one rank for each. Each rank has `device_memory`, a

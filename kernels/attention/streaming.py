@@ -79,6 +79,7 @@ def attend_tail(
     value: torch.Tensor,
     tokens: int,
     *,
+    end: torch.Tensor | None = None,
     visible: torch.Tensor | None = None,
     scores: ScoreBuffer | None = None,
 ) -> Partial:
@@ -88,6 +89,9 @@ def attend_tail(
     key, value: [kv_heads, tail, head_dim]: all queries see the first tail - tokens keys; the last
         `tokens` keys are the queries' own, of which each query sees those up to itself, or, for a
         tree of drafts, those in `visible`
+    end: place of the first of the queries' own keys, [1] int64 on the device, if others may follow
+        these: then no address, shape or launch depends on it, and the call can be recorded as part
+        of a CUDA graph. Chunks are not scored
     visible: [tokens, drafted] bool, row: query, column: which of the last `drafted` >= tokens keys
         the query sees; all see the keys before these. A key comes after those before it on its path
     scores: as for `attend_blocks`; chunks that a query does not see get -inf, or nothing is added
@@ -106,18 +110,20 @@ def attend_tail(
         and rows % tokens == 0
         and (tail == 0 or tail >= tokens)
         and alike(query, key, value)
-        and (scores is None or scores.fits(kv_heads, rows, 1, tail))
-        and (visible is None or _is_tree(visible, query, tokens, tail)),
+        and (scores is None or (end is None and scores.fits(kv_heads, rows, 1, tail)))
+        and (end is None or (tail > 0 and _is_place(end, query.device, 0)))
+        and (visible is None or _is_tree(visible, query, tokens, tail if end is None else None)),
         query=query,
         key=key,
         value=value,
         tokens=tokens,
         acc=running.acc,
+        end=end,
         visible=visible,
         scores=scores and scores.out,
     )
     attend = _kernel("attend_tail", query, running.cap, reference_tail)
-    return attend(running, query, key, value, tokens, visible, scores)
+    return attend(running, query, key, value, tokens, end, visible, scores)
 
 
 def attend_cache(

@@ -52,9 +52,15 @@ def reference_tail(
     key: torch.Tensor,
     value: torch.Tensor,
     tokens: int,
+    end: torch.Tensor | None,
     visible: torch.Tensor | None,
     scores: ScoreBuffer | None,
 ) -> Partial:
+    if end is not None:
+        mask = _additive(seen_keys(key, tokens, end, None, visible), query)
+        part = _piece(query, key, value, mask, None, plain=True, cap=running.cap)
+        _add(running, part, hides=True)
+        return Partial(running.acc[0].to(query.dtype), running.peak[0])
     # What all rows see is a block, up to a place that does not depend on the number of rows:
     # operators are faster without a mask.
     own = tokens if visible is None else visible.shape[1]

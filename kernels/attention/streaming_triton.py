@@ -134,16 +134,17 @@ def tail(
     key: torch.Tensor,
     value: torch.Tensor,
     tokens: int,
+    end: torch.Tensor | None,
     visible: torch.Tensor | None,
     scores: ScoreBuffer | None,
 ) -> Partial:
     """`streaming.attend_tail`."""
     if not _computes(query):
-        return reference_tail(running, query, key, value, tokens, visible, scores)
+        return reference_tail(running, query, key, value, tokens, end, visible, scores)
     if keys := key.shape[1]:
         # A tile of more queries would spill in some variants.
         t = tile(min(query.shape[1], 64), query.shape[2], query.dtype.itemsize)
-        piece = Piece(query, key[None], value[None], t, keys - tokens)
+        piece = Piece(query, key[None], value[None], t, keys - tokens if end is None else end)
         options = {"tokens": tokens, "visible": visible, "number": running.keys // t.keys}
         _attend(running, piece, scores=scores, **options)
     elif running.fresh:

@@ -65,12 +65,13 @@ def tail(
     key: torch.Tensor,
     value: torch.Tensor,
     tokens: int,
+    end: torch.Tensor | None,
     visible: torch.Tensor | None,
     scores: ScoreBuffer | None,
 ) -> Partial:
     """`streaming.attend_tail`."""
-    if not _computes(query):
-        return reference_tail(running, query, key, value, tokens, visible, scores)
+    if end is not None or not _computes(query):
+        return reference_tail(running, query, key, value, tokens, end, visible, scores)
     if running.fresh and not key.shape[1]:
         lse = query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)
         return Partial(torch.zeros_like(query), lse)

@@ -22,7 +22,8 @@ class HotTail:
         self._memory = memory
         self._allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
         size = shape.layers, *shape.size(shape.tail_tokens(max_pass_tokens))
-        self.rows = self._allocation.bytes.view(shape.dtype).view(size)
+        # Zeros, since a forward with a fixed shape also reads past the end, with a weight of zero.
+        self.rows = self._allocation.bytes.zero_().view(shape.dtype).view(size)
         # Created once, because each layer of each pass uses them.
         self.rooms: list[KeysValues] = [keys_values(layer) for layer in self.rows]
 

@@ -45,6 +45,37 @@ def test_graphs_change_no_text(tiny, family: str, draft: str, tree: str | int) -
     assert texts == [texts[0]] * 4
 
 
+PASSES = {
+    "none": {"method": "autoregressive"},
+    "chain": {"method": "speculative", "draft_tokens": 5, "tree": "off"},
+    "tree": {"method": "speculative", "tree": 12},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.first
+@pytest.mark.parametrize("kv", ["dense", "split"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("draft", list(PASSES))
+def test_recorded_passes_change_no_text(tiny, draft: str, family: str, kv: str) -> None:
+    """Of models that are all on the device, while blocks fill."""
+    path, _ = tiny(family)
+    prompt = random_ids(BLOCK + 5) * 2
+    options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "kv": kv}
+    options |= {"dtype": "float32" if kv == "dense" else "bfloat16", **PASSES[draft]}
+    texts = []
+    for graphs in (False, True):
+        with Engine.from_pretrained(path, cuda_graphs=graphs, **options) as engine:
+            assert not engine.runtime.streams
+            if graphs:
+                counting = _Counting(engine.models.recorder)
+                engine.models = replace(engine.models, recorder=counting)
+            texts += [engine.generate(prompt, GREEDY).token_ids for _ in range(2)]
+    assert counting.recorded
+    if kv == "dense":
+        assert texts == [texts[0]] * 4
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 32])

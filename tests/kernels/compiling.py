@@ -198,8 +198,9 @@ def launch_passes(case: Attention) -> tuple[torch.Tensor, torch.Tensor]:
     visible = torch.ones(case.tokens, case.tokens, dtype=torch.bool)
     attend_tail(running, query, tail, tail, case.tokens, visible=visible, scores=scores)
     end = torch.zeros(1, dtype=torch.int64)
-    attend_cache(query, keys[0], keys[0], case.tokens, end)
-    attend_cache(query, keys[0], keys[0], case.tokens, end, visible=visible)
+    for seen in (None, visible):
+        attend_cache(query, keys[0], keys[0], case.tokens, end, visible=seen)
+        attend_tail(running, query, keys[0], keys[0], case.tokens, end=end, visible=seen)
     return query, visible
 
 

@@ -72,8 +72,13 @@ def chunked(x: torch.Tensor, case: Case, filler: float) -> torch.Tensor:
     return torch.cat(pieces, -1).unflatten(-1, (-1, SIZE))
 
 
-def run(case: Case, query, keys, values, *, scored=False, visible=None, calls=(1,), cap=None):
-    """Blocks in calls of so many, the rest at once, then the tail; and the scores, if asked."""
+def run(
+    case: Case, query, keys, values, *, scored=False, visible=None, calls=(1,), cap=None, behind=0
+):
+    """Blocks in calls of so many, the rest at once, then the tail; and the scores, if asked.
+
+    behind: number of keys behind those of the queries, where only the device knows the end
+    """
     many = case.blocks * case.block
 
     def blocks(x: torch.Tensor) -> torch.Tensor:
@@ -92,13 +97,18 @@ def run(case: Case, query, keys, values, *, scored=False, visible=None, calls=(1
         at = buffer and buffer.at(done * per)
         attend_blocks(running, query, blocks(keys)[part], blocks(values)[part], at)
         done = min(case.blocks, done + count)
-    tail = buffer and buffer.at(case.blocks * per)
+    tail, end = buffer and buffer.at(case.blocks * per), None
+    if behind:
+        other = keys.new_full((case.kv_heads, behind, case.head_dim), 50.0)
+        keys, values = (torch.cat((each, other), 1) for each in (keys, values))
+        end = torch.tensor([case.tail - case.tokens], device=DEVICE)
     part = attend_tail(
         running,
         query,
         keys[:, many:],
         values[:, many:],
         case.tokens,
+        end=end,
         visible=visible,
         scores=tail,
     )
@@ -121,6 +131,26 @@ def test_blocks_and_tail_equal_attention_over_all_keys(backend, draw, case: Case
     assert part.out.dtype == dtype
     assert_near(part.out, out, TOLERANCE[dtype])
     assert_near(part.lse, lse, TOLERANCE[dtype])
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize("case", [c for c in CASES if c.tail])
+def test_a_tail_with_other_keys_behind_it(
+    backend, draw, case: Case, dtype, is_tree: bool, cap: float | None
+) -> None:
+    """As in a recorded pass, where only the device knows the end."""
+    query, keys, values = make(case, draw, dtype)
+    visible = None
+    if is_tree:
+        visible = torch.ones(case.tokens, case.tokens, dtype=torch.bool, device=DEVICE).tril()
+        visible[1:, 0] = False
+    known, _ = run(case, query, keys, values, visible=visible, cap=cap)
+    part, _ = run(case, query, keys, values, visible=visible, cap=cap, behind=9)
+    assert_near(part.out, known.out.double(), TOLERANCE[dtype])
+    assert_near(part.lse, known.lse.double(), TOLERANCE[dtype])
 
 
 @pytest.mark.one_in(4)

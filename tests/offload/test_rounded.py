@@ -10,7 +10,8 @@ from kv_stores import SHAPE
 
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.kv.caches.dense import DenseKV, FixedDense
+from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.kv.caches.fixed import FixedDense
 from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes
 from triforce_offload.memory.device import DeviceMemory

@@ -154,7 +154,7 @@ def _add_device(group: Options) -> None:
     )
     add(
         "cuda_graphs",
-        "launch the kernels of draft steps one by one, without CUDA graphs",
+        "launch the kernels of draft steps and passes one by one, without CUDA graphs",
         flags=("--no-graphs",),
         expert=True,
         action="store_false",

@@ -21,7 +21,7 @@ class Device:
     kernels: whether its kernels are Triton's
     host_kernels: whether it is a processor with compiled kernels (`kernels/host`)
     copy_bytes: size of a KV block with which copies get close to the link's peak rate
-    graphs: whether the forwards of draft levels may be recorded
+    graphs: whether forwards that wait for nothing may be recorded
     gathers_through_host: whether the host gathers retrieved chunks (`kv/gather`)
     widens: whether products in half precision are computed in float32 (`kernels/weights/linear`)
     can_decode: whether weights in blocks of a type are supported at all

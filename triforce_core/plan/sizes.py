@@ -36,6 +36,7 @@ from triforce_core.plan.workspace import (
     distribution_bytes,
     forward_bytes,
     graph_bytes,
+    graph_logits_bytes,
     pass_workspace_bytes,
     prefill_workspace_bytes,
     running_bytes,
@@ -118,9 +119,9 @@ class ModelSizes:
 
     @property
     def graphs(self) -> bool:
-        """Whether the forwards of draft levels are recorded. Decoding without a kernel copies small
-        tables from the host, and without one for experts the host chooses them, neither of which a
-        graph can contain.
+        """Whether forwards that wait for nothing are recorded. Decoding without a kernel copies
+        small tables from the host, and without one for experts the host chooses them, neither of
+        which a graph can contain.
         """
         weights, device = self.weights, self.device
         fused = device.kernels or not (weights.split or weights.experts)
@@ -199,6 +200,7 @@ class ModelSizes:
             copy_bytes=tuple(layer.nbytes for layer in copies),
             copies_all=method.draft_weights == INT4,
             decoding_bytes=groups_bytes(config, verified, self._largest, itemsize) if copies else 0,
+            records_passes=self._records_passes(budget),
             sequences=self.sequences,
         )
 
@@ -234,6 +236,13 @@ class ModelSizes:
         shape = self._kv_shape()
         blocks = self.sequences * (self.max_context // shape.block_tokens) * shape.layers
         return sum(layer.nbytes for layer in self.weights.layers) + blocks * shape.block_bytes
+
+    def _records_passes(self, budget: int) -> bool:
+        """Whether passes without a retrieval level are recorded. Ranks do not record them, nor does
+        a device whose rows keep their bits: attention in recorded forwards was not shown to.
+        """
+        is_whole = self.config.vocab_rows == self.config.vocab
+        return self.graphs and is_whole and not budget and not self.same_bits
 
     def _product_bytes(self, tokens: int) -> int:
         """Return the bytes of temporaries of products with weights, without their results."""
@@ -328,15 +337,18 @@ class ModelSizes:
             drafter = self.drafter and not self.drafter.layers[0].joins and self.drafter
             for recorded in (self.config if budget else None, drafter):
                 if recorded:
-                    graphs = graph_bytes(
-                        recorded,
-                        LONGEST_RECORDED,
-                        self.dtype.itemsize,
-                        self.device.splits(recorded.attention.kv_heads),
-                        self.max_context,
-                    )
+                    graphs = self._graph_bytes(recorded, LONGEST_RECORDED)
+                    graphs += graph_logits_bytes(recorded, LONGEST_RECORDED, self.dtype.itemsize)
                     total += self.sequences * graphs
+        if self._records_passes(budget):
+            rows = min(LONGEST_RECORDED, longest + 1)
+            total += self.sequences * self._graph_bytes(self.config, rows)
         return total
+
+    def _graph_bytes(self, config: ModelConfig, rows: int) -> int:
+        """Return the bytes of recorded forwards of up to `rows` rows, to hidden states."""
+        splits, itemsize = self.device.splits(config.attention.kv_heads), self.dtype.itemsize
+        return graph_bytes(config, rows, itemsize, splits, self.max_context)
 
 
 def _unless_zero(numbers: Iterable[int]) -> tuple[int, ...]:

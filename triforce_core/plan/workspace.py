@@ -317,17 +317,22 @@ def graph_bytes(
     config: ModelConfig, tokens: int, itemsize: int, splits: int, text_tokens: int
 ) -> int:
     """Return the bytes that recorded forwards of up to `tokens` tokens keep: the temporaries of the
-    largest, which the others share, and the outputs of all sizes. Distributions are not part of the
+    largest, which the others share, and the outputs of all sizes, which are hidden states.
+    """
+    temporaries = forward_bytes(config, tokens, itemsize, text_tokens)
+    temporaries += running_bytes(config, tokens, splits)
+    return temporaries + 2 * tokens * config.hidden * itemsize + _GRAPH_LIBRARY_BYTES
+
+
+def graph_logits_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """Return the additional bytes if the outputs are logits. Distributions are never part of the
     graphs.
     """
     logits = tokens * config.vocab_rows * itemsize
     if config.vocab_rows < config.vocab:
         # Each rank's part in float32, as received and side by side.
         logits += tokens * (config.vocab + 2 * config.vocab_rows) * 4
-    temporaries = forward_bytes(config, tokens, itemsize, text_tokens)
-    temporaries += running_bytes(config, tokens, splits)
-    temporaries += logits
-    return temporaries + 2 * tokens * config.vocab * 4 + _GRAPH_LIBRARY_BYTES
+    return logits + 2 * tokens * config.vocab * 4
 
 
 def prefill_workspace_bytes(

@@ -130,6 +130,10 @@ class PassCache:
         states = self._recent.states
         return states.recur(layer, rows, batch, states.end)
 
+    def ran(self, batch: ForwardBatch) -> None:
+        """Take over a forward batch that a `FixedPass` computed, for `keep`."""
+        self._batch = batch
+
     def keep(self, rows: Sequence[int]) -> None:
         """Keep a path of the last forward batch, row after row, and drop its other rows.
 
@@ -202,11 +206,13 @@ class PassAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         visible: torch.Tensor | None = None,
+        place: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the tail, keys and values [kv_heads, tokens, head_dim], which ends with the
         rows' own. Pass the scores on and return the whole attention, [heads, rows, head_dim].
 
         visible: which of their own keys each row sees, if the rows are a tree
+        place: of the rows' own keys, if the tail does not end with them; see `attend_tail`
         """
         part = attend_tail(
             self._running,
@@ -214,6 +220,7 @@ class PassAttention:
             key,
             value,
             self._tokens,
+            end=place,
             visible=visible,
             scores=self._buffer,
         )

@@ -17,7 +17,8 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.decoding import speculative
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.drafters.drafted_rows import DraftedRows
-from triforce_core.decoding.drafters.resident import ResidentModel, padded
+from triforce_core.decoding.drafters.resident import ResidentModel
+from triforce_core.decoding.recorded import padded
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.recent.stores import RecentStores

@@ -11,6 +11,7 @@ from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.checksum import Checksum
 from triforce_core.decoding.contexts.kv_parts import Interrupted
 from triforce_core.decoding.contexts.models import Models
+from triforce_core.decoding.contexts.recorded_passes import RecordedPasses
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.decoder import Ask, Prefilled
 from triforce_core.decoding.drafters.draft_levels import DraftLevels
@@ -33,6 +34,7 @@ class Context:
 
     sequence: the KV
     levels: the levels that draft
+    recorded: the passes over this context alone that are recorded
     link_when_prefilled, passes_when_prefilled: counters at the end of the last prefill
     tells_logits: whether to keep the logits of each pass
     logits: logits of the last pass, [rows, vocab] float32, if `tells_logits`
@@ -60,6 +62,8 @@ class Context:
             stack.callback(self.sequence.close)
             self.levels = DraftLevels(models, self.sequence, self.tell)
             stack.callback(self.levels.close)
+            self.recorded = RecordedPasses(models, self.sequence)
+            stack.callback(self.recorded.release)
             self._resources = stack.pop_all()
 
     @property
@@ -252,9 +256,13 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
     sequences = [context.sequence for context in contexts]
     batches = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
     passes.begin(sequences)
-    batch = ForwardBatch.side_by_side(batches)
-    taps = model.taps(contexts[0].levels.taps, range(batch.rows))
-    hidden = model.forward(batch, passes.weights, passes.cache(sequences), taps=taps)
+    batch, tapped_layers = ForwardBatch.side_by_side(batches), contexts[0].levels.taps
+    if len(contexts) == 1 and contexts[0].recorded.fits(batch.rows):
+        hidden, states = contexts[0].recorded.run(batch, tapped_layers)
+    else:
+        taps = model.taps(tapped_layers, range(batch.rows))
+        hidden = model.forward(batch, passes.weights, passes.cache(sequences), taps=taps)
+        states = taps and taps.states
     for sequence, ask in zip(sequences, asks, strict=True):
         if ask.is_kept:
             sequence.keep([0])
@@ -263,8 +271,8 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
         passes.begin(sequences)
     counts = [own.rows for own in batches]
     logits = list(model.logits(hidden).split(counts))
-    tapped = [None] * len(counts) if taps is None else taps.states.split(counts)
-    for context, ask, own, states in zip(contexts, asks, logits, tapped, strict=True):
+    tapped = [None] * len(counts) if states is None else states.split(counts)
+    for context, ask, own, some in zip(contexts, asks, logits, tapped, strict=True):
         context.note(own)
-        context.tapped = None if ask.is_kept else states
+        context.tapped = None if ask.is_kept else some
     return logits

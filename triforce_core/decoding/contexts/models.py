@@ -61,7 +61,7 @@ class Models:
     small: the draft model, if there is one
     draft_copies: draft copies of the layers that the retrieval level does not take from the
         target, if it has any
-    recorder: records the forwards of draft levels as graphs, if given
+    recorder: records forwards as graphs, if given
     resources: closes everything
     weights: how the target's weights are kept, see `EngineConfig.weights`
     same_bits: whether the target gives a row the same bits in every forward

@@ -15,10 +15,12 @@ class TreeRows(NamedTuple):
     positions: [rows] int64
     visible: [rows, drafted] bool: which of the last `drafted` keys each row sees, those of the
         drafted rows and of the forward itself. All rows see the keys before these
+    lines: `ForwardBatch.lines` on the host, if there are recurrent layers
     """
 
     positions: torch.Tensor
     visible: torch.Tensor
+    lines: torch.Tensor | None = None
 
 
 class DraftedRows:

@@ -216,20 +216,21 @@ class Costs:
         scores = (nbytes - kv) / hardware.memory_bytes_per_second
         return self._launched(products + scores, launches, recorded)
 
-    def decode_block(self, shape: KVShape) -> float:
+    def decode_block(self, shape: KVShape, *, recorded: bool = False) -> float:
         """Return the seconds of decoding a block of KV."""
         if not shape.split:
             return 0.0
         hardware = self.hardware
         decoding = shape.numbers * hardware.decode_seconds_per_number
         decoding += self._integers(shape.numbers * DECODE_OPERATIONS)
-        piece = self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 1)
+        piece = self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 1, recorded=recorded)
         return max(decoding, piece) if hardware.asynchronous else decoding + piece
 
-    def merge(self, tokens: int, parts: int) -> float:
-        rows = tokens * self.config.attention.queries
-        merged = self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, self.launches.merge)
-        return max(merged, self.small(self.launches.merge))
+    def merge(self, tokens: int, parts: int, *, recorded: bool = False) -> float:
+        rows, launches = tokens * self.config.attention.queries, self.launches.merge
+        nbytes = 3.0 * parts * rows * self.dtype.itemsize
+        merged = self.piece(nbytes, 0, launches, recorded=recorded)
+        return max(merged, self.small(launches, recorded=recorded))
 
     def small(self, kernels: int, *, recorded: bool = False) -> float:
         """Return the seconds of kernels that compute almost nothing."""

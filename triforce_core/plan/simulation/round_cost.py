@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.simulation.processor import Processor
 from triforce_offload.errors import UsageError
@@ -308,24 +309,35 @@ class RoundCost:
         return self.memory.kv.shape
 
     @cached_property
+    def _recorded(self) -> bool:
+        """Whether the pass is recorded as a graph."""
+        needs = self.memory.requirements
+        away = self.link_bytes or self.memory.placement.uses_processor or self._elsewhere
+        return needs.records_passes and not away and self.tokens <= LONGEST_RECORDED
+
+    @cached_property
     def _recent_seconds(self) -> dict[int, float]:
         """Seconds of each layer that keeps no KV in blocks."""
         costs, tokens, config = self.costs, self.tokens, self.costs.config
-        found = {}
+        keys, recorded, found = self.length + tokens, self._recorded, {}
+        beside = costs.before(tokens, recorded=recorded) + costs.after(tokens, recorded=recorded)
         for layers in filter(None, (config.window_layers, config.recurrent_layers)):
-            mixed = costs.recent(config.layers[layers[0]].mixer, tokens, self.length + tokens)
-            found |= dict.fromkeys(layers, costs.before(tokens) + mixed + costs.after(tokens))
+            mixer = config.layers[layers[0]].mixer
+            mixed = costs.recent(mixer, tokens, keys, recorded=recorded)
+            found |= dict.fromkeys(layers, beside + mixed)
         return found
 
     @cached_property
     def _seconds(self) -> dict[Kind, float]:
         """Seconds of each kind of piece, without the attention to blocks in BEFORE."""
         costs, tokens, block = self.costs, self.tokens, self._shape.block_tokens
-        tail = costs.attend(tokens, self.length % block + tokens, scored=self.scored)
-        merge = costs.merge(tokens, self._blocks + 1)
+        scored, recorded = self.scored, self._recorded
+        rest = self.length % block + tokens
+        tail = costs.attend(tokens, rest, scored=scored, recorded=recorded)
+        merge = costs.merge(tokens, self._blocks + 1, recorded=recorded)
         return {
-            Kind.BEFORE: costs.before(tokens),
-            Kind.BLOCK: costs.attend(tokens, block, scored=self.scored)
-            + costs.decode_block(self._shape),
-            Kind.AFTER: tail + merge + costs.after(tokens),
+            Kind.BEFORE: costs.before(tokens, recorded=recorded),
+            Kind.BLOCK: costs.attend(tokens, block, scored=scored, recorded=recorded)
+            + costs.decode_block(self._shape, recorded=recorded),
+            Kind.AFTER: tail + merge + costs.after(tokens, recorded=recorded),
         }

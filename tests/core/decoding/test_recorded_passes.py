@@ -1,0 +1,157 @@
+"""Passes recorded as graphs, of models whose weights and KV are all on the device."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from float_bounds import assert_within, forward_bound
+from helpers import BLOCK, VOCAB, placed, random_ids
+from oracle import assert_equal_but_for_ties, greedy
+from recorder import ReplayRecorder
+from tiny_families import FAMILIES, WITH_EXPERTS
+
+from triforce_core import Engine
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.decoder import Ask
+from triforce_offload.kv.store import KVStore
+
+pytestmark = pytest.mark.usefixtures("recordable")
+
+DRAFTS = {
+    "none": {"method": "autoregressive"},
+    "chain": {"method": "speculative", "draft_tokens": 6, "tree": "off"},
+    "tree": {"method": "speculative", "tree": 12},
+}
+# The host computes frequencies, or without kernels chooses the experts to multiply by.
+RECORDED = [name for name in FAMILIES if name != "dynamic-rope" and name not in WITH_EXPERTS]
+PROMPT = random_ids(BLOCK + 5) * 2
+
+
+def engine(
+    path: Path, recorder: ReplayRecorder | None, where: str = "resident", **options: object
+) -> Engine:
+    """An engine that records passes as one on a GPU does, if there is a recorder."""
+    given = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
+    ours = Engine.from_pretrained(path, **placed(where, given | options))
+    if recorder is not None:
+        runtime = ours.runtime
+        needs = replace(runtime.plan.requirements, records_passes=True)
+        runtime.plan = replace(runtime.plan, requirements=needs)
+        ours.models.recorder = recorder
+    return ours
+
+
+@pytest.mark.one_in(12)
+@pytest.mark.parametrize("draft", list(DRAFTS))
+@pytest.mark.parametrize("family", RECORDED)
+def test_recorded_passes_change_no_text(tiny, family: str, draft: str) -> None:
+    """While blocks fill, and in a second request, which reuses a part of the first one's KV."""
+    path, twin = tiny(family)
+    recorder, texts = ReplayRecorder(), []
+    for how in (None, recorder):
+        with engine(path, how, **DRAFTS[draft]) as ours:
+            for prompt in (PROMPT, PROMPT[:-7]):
+                texts.append((prompt, ours.generate(prompt, greedy(50)).token_ids))
+    for (prompt, plain), (_, recorded) in zip(texts[:2], texts[2:], strict=True):
+        assert_equal_but_for_ties(twin, prompt, recorded, plain)
+    assert recorder.replayed > 2 * recorder.recorded > 0
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen3_5", "lfm2", "granite4-h"])
+def test_recorded_passes_compute_what_eager_ones_do(tiny, family: str) -> None:
+    """Chains and trees of random sizes, of which any path is kept, over some blocks."""
+    path, twin = tiny(family)
+    bound = 2 * forward_bound(twin, 200).logits
+    recorder, draw = ReplayRecorder(), random.Random(family)
+    with (
+        engine(path, None, **DRAFTS["tree"]) as plain,
+        engine(path, recorder, **DRAFTS["tree"]) as ours,
+        torch.inference_mode(),
+    ):
+        both = [Context(each.models) for each in (plain, ours)]
+        for context in both:
+            context.prefill(PROMPT[: BLOCK // 2], 150, lambda layer: None)
+        most = both[0].sequence.kv.max_pass_tokens
+        for step in range(40):
+            count = draw.randint(1, most)
+            chain = range(-1, count - 1)
+            parents = [draw.randint(-1, row - 1) for row in range(count)] if step % 3 else chain
+            tokens = torch.tensor([draw.randrange(VOCAB) for _ in range(count)])
+            ask = Ask(tokens, None if parents is chain else tuple(parents))
+            eager, recorded = (context.run(ask).clone() for context in both)
+            assert_within(recorded, eager, bound)
+            kept = [draw.randrange(count)]
+            while parents[kept[0]] >= 0:
+                kept.insert(0, parents[kept[0]])
+            for context in both:
+                context.keep(kept[:3])
+        assert both[0].length == both[1].length > 2 * BLOCK
+        for context in both:
+            context.close()
+    assert recorder.recorded > 0
+    assert recorder.replayed > 8
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("kv", DRAFTS["chain"]),
+        ("weights", DRAFTS["chain"]),
+        ("processor", DRAFTS["chain"]),
+        ("kv-in-part", DRAFTS["none"]),
+        ("kv", {"method": "triforce", "draft": "none", "budget": 32}),
+    ],
+)
+def test_what_streams_is_not_recorded(tiny, where: str, options: dict[str, object]) -> None:
+    """Unless a retrieval level is, whose forwards end at logits."""
+    path, recorder = tiny("llama")[0], ReplayRecorder()
+    with engine(path, recorder, where, **options) as ours:
+        ours.generate(PROMPT, greedy(20))
+        context = ours._contexts.latest
+        assert not context.recorded.fits(1)
+        assert not context.recorded.release()
+        assert bool(recorder.recorded) == ("budget" in options)
+
+
+def test_passes_over_several_sequences_are_not_recorded(tiny) -> None:
+    path, recorder = tiny("llama")[0], ReplayRecorder()
+    prompts = [PROMPT, PROMPT[3:]]
+    with engine(path, None, sequences=2, **DRAFTS["none"]) as ours:
+        expected = [ours.generate(prompt, greedy(15)).token_ids for prompt in prompts]
+    with engine(path, recorder, sequences=2, **DRAFTS["none"]) as ours:
+        requests = [ours.add_request(prompt, greedy(15)) for prompt in prompts]
+        while not all(request.result for request in requests):
+            ours.step()
+        assert [request.result.token_ids for request in requests] == expected
+        assert recorder.recorded == 0
+
+
+def test_a_pass_is_recorded_anew_where_blocks_have_moved(tiny, monkeypatch) -> None:
+    """A graph of other addresses would read what is no longer there."""
+    path, twin = tiny("llama")
+    recorder = ReplayRecorder()
+    with engine(path, recorder, **DRAFTS["none"]) as ours:
+        expected = ours.generate(PROMPT, greedy(40)).token_ids
+        recorded = recorder.recorded
+        # A pass of one row, anew for each block that fills.
+        assert recorded == 1 + (len(PROMPT) + 39) // BLOCK - len(PROMPT) // BLOCK
+        again = ours.generate(PROMPT, greedy(40)).token_ids
+        assert_equal_but_for_ties(twin, PROMPT, again, expected)
+    # The check of addresses is what keeps texts right: without it this test fails.
+    monkeypatch.setattr(KVStore, "addresses", lambda self: torch.zeros(1))
+    with engine(path, ReplayRecorder(), **DRAFTS["none"]) as ours:
+        assert ours.generate(PROMPT, greedy(40)).token_ids != expected
+
+
+def test_recorded_passes_serve_the_next_request(tiny) -> None:
+    path, recorder = tiny("llama")[0], ReplayRecorder()
+    with engine(path, recorder, **DRAFTS["none"]) as ours:
+        for _ in range(3):
+            ours.generate(PROMPT[:BLOCK], greedy(8), reuse=False)
+            recorded = recorder.recorded
+        assert recorded == 1
