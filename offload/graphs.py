@@ -6,19 +6,19 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-# Computes from tensors at fixed addresses and returns its result in a tensor at a fixed address.
-Run = Callable[[], torch.Tensor]
+T = TypeVar("T")
+# Computes from tensors at fixed addresses and returns its result in tensors at fixed addresses.
+Run = Callable[[], T]
 
 
 class Recorder(Protocol):
-    def record(self, run: Run) -> Run:
+    def record(self, run: Run[T]) -> Run[T]:
         """Record the kernels that `run` launches, without launching them. Calling the result
-        launches them on the current contents of the inputs, and returns the same output tensor each
-        time.
+        launches them on the current contents of the inputs, and returns the same result each time.
 
         Raises RuntimeError if `run` cannot be recorded.
         """
@@ -38,7 +38,7 @@ class CudaRecorder:
         self._anchor = torch.zeros(1, device=device)
         self._keep = self.record(lambda: self._anchor + 1)
 
-    def record(self, run: Run) -> Run:
+    def record(self, run: Run[T]) -> Run[T]:
         graph = torch.cuda.CUDAGraph()
         # If recording fails, the outer context still restores the caller's stream. Other threads
         # may copy meanwhile: only this thread's calls belong to the graph.
@@ -51,7 +51,7 @@ class CudaRecorder:
         ):
             output = run()
 
-        def replay() -> torch.Tensor:
+        def replay() -> T:
             graph.replay()
             return output
 

@@ -70,7 +70,10 @@ def tail(
     scores: ScoreBuffer | None,
 ) -> Partial:
     """`streaming.attend_tail`."""
-    if end is not None or not _computes(query):
+    if end is not None:
+        # The device is the host.
+        key, value, end = key[:, : int(end) + tokens], value[:, : int(end) + tokens], None
+    if not _computes(query):
         return reference_tail(running, query, key, value, tokens, end, visible, scores)
     if running.fresh and not key.shape[1]:
         lse = query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)

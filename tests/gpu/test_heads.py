@@ -40,10 +40,14 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str
 @pytest.mark.first
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @pytest.mark.parametrize(
-    ("method", "placement"), list(zip(METHODS, ("kv", "both", "kv"), strict=True))
+    ("method", "placement"),
+    [
+        *zip(METHODS, ("kv", "both", "kv"), strict=True),
+        *(("chains", "resident"), ("trees", "resident")),
+    ],
 )
 def test_a_head_changes_no_greedy_text(heads, kind: str, method: str, placement: str) -> None:
-    """Also where the retrieval level's forwards are recorded, whose hidden states it takes."""
+    """Also where forwards are recorded: its own, and those whose hidden states it takes."""
     path, draft = heads[kind]
     prompt = random_ids(38) * 2
     with Engine.from_pretrained(path, device="cuda:0", method="autoregressive", **OPTIONS) as plain:

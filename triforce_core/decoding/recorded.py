@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -25,13 +25,29 @@ from triforce_offload.weights.store import Weights
 # Runs of a forward before it is recorded: libraries initialise themselves at first use.
 USES_BEFORE = 2
 
+Result = TypeVar("Result")
+
 
 def padded(tokens: int) -> int:
     """Return the size of the recorded forward for `tokens` tokens, a power of two."""
     return 1 << (tokens - 1).bit_length()
 
 
-class RecordedForwards:
+class Inputs(NamedTuple):
+    """The inputs of a forward.
+
+    embedded: embeddings of the tokens, for a model that `embeds_apart`; a forward may change them
+    states: the state before each token, if the model is a head
+    taps: takes hidden states between layers, if some are tapped
+    """
+
+    batch: ForwardBatch
+    embedded: torch.Tensor | None
+    states: torch.Tensor | None
+    taps: Taps | None
+
+
+class RecordedForwards(Generic[Result]):
     """Forwards of a model over a cache, one of each size, with padding behind the real rows.
 
     Eager and recorded forwards compute the same values, up to rounding.
@@ -42,63 +58,77 @@ class RecordedForwards:
     def __init__(
         self,
         model: Model,
-        weights: Weights,
         cache: FixedCache,
+        compute: Callable[[Inputs], Result],
         recorder: Recorder,
         name: str,
         *,
-        finish: Callable[[torch.Tensor], torch.Tensor] | None = None,
         taps: Sequence[int] = (),
+        has_states: bool = False,
     ) -> None:
-        """name: of the forwards, in warnings
-        finish: computes the result of a forward from its hidden states, as part of the graph
+        """compute: a forward over the cache; returns the same tensors each time once it is recorded
+        name: of the forwards, in warnings
         taps: layers of which each forward keeps the input, see `Taps`
+        has_states: whether the model is a head, whose rows have states
         """
         self.recorded = 0
         self._model = model
-        self._weights = weights
         self._cache = cache
+        self._compute = compute
         self._recorder = recorder
         self._name = name
-        self._finish = finish
         self._taps = taps
-        self._forwards: dict[tuple[int, bool], _FixedForward] = {}
+        self._has_states = has_states
+        self._forwards: dict[tuple[int, bool], _FixedForward[Result]] = {}
 
     def run(
         self,
         size: int,
         tokens: torch.Tensor,
-        position: int,
+        positions: int | torch.Tensor,
         rows: TreeRows | None = None,
         drafted: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run tokens [n], the first at `position`, as a forward of `size` rows.
+        states: torch.Tensor | None = None,
+    ) -> tuple[Result, torch.Tensor | None]:
+        """Run tokens [n] as a forward of `size` rows.
 
+        positions: of the tokens, [n], or that of the first, whom the others follow; ignored if
+            `rows` says them
         rows: positions of the tokens, and what each sees, if they are in a tree
         drafted: number of keys that rows of a tree may not see, their own included
+        states: the state before each token, [n, hidden], if the model is a head
 
-        Returns the result and the tapped hidden states of the tokens' rows, or None: both are
-        valid until the next call.
+        Returns the result of all rows and the tapped hidden states of the tokens' rows, or None.
+        Both are valid until the next call.
         """
         kind = size, rows is not None
         forward = self._forwards.get(kind)
         if forward is None:
-            taps = self._model.taps(self._taps, range(size))
-            tree = None if rows is None else _Tree.of(rows, size, drafted, self._model.device)
-            forward = self._forwards[kind] = _FixedForward(
-                self._model, self._weights, self._cache, self._finish, size, tree, taps
-            )
-        forward.take(tokens, position, rows)
+            forward = self._forwards[kind] = self._new(size, rows, drafted)
+        forward.take(tokens, positions, rows, states)
         if forward.uses == USES_BEFORE:
             self._record(forward, size)
-        count = tokens.shape[0]
-        return forward.run()[:count], forward.taps and forward.taps.states[:count]
+        taps = forward.inputs.taps
+        return forward.run(), taps and taps.states[: tokens.shape[0]]
 
-    def clear(self) -> None:
-        """Release the forwards and their memory."""
-        self._forwards.clear()
+    def _new(self, size: int, rows: TreeRows | None, drafted: int) -> _FixedForward[Result]:
+        model, device = self._model, self._model.device
+        tokens, positions = torch.zeros(2, size, dtype=torch.int64, device=device)
+        visible = lines = None
+        if rows is not None:
+            visible = torch.zeros(size, drafted, dtype=torch.bool, device=device)
+            if rows.lines is not None:
+                lines = torch.zeros(size, rows.lines.shape[1], dtype=torch.int64, device=device)
+        wide = model.no_states().new_zeros(2, size, model.config.hidden)
+        inputs = Inputs(
+            ForwardBatch(tokens, positions, drafted=visible, lines=lines),
+            wide[0] if model.embeds_apart else None,
+            wide[1] if self._has_states else None,
+            model.taps(self._taps, range(size)),
+        )
+        return _FixedForward(model, self._cache, self._compute, inputs)
 
-    def _record(self, forward: _FixedForward, size: int) -> None:
+    def _record(self, forward: _FixedForward[Result], size: int) -> None:
         try:
             warmup.note()
             forward.record(self._recorder)
@@ -113,50 +143,8 @@ class RecordedForwards:
             )
 
 
-class _Tree:
-    """How the rows of a forward of a fixed size follow one another, at fixed addresses.
-
-    visible: `ForwardBatch.drafted`
-    lines: `ForwardBatch.lines`, or None
-    """
-
-    def __init__(
-        self, visible: torch.Tensor, lines: torch.Tensor | None, device: torch.device
-    ) -> None:
-        self.visible = visible
-        self.lines = lines
-        self._device = device
-
-    @classmethod
-    def of(cls, rows: TreeRows, size: int, drafted: int, device: torch.device) -> _Tree:
-        """Return one for trees such as `rows`, whose rows may not see the last `drafted` keys."""
-        visible = torch.zeros(size, drafted, dtype=torch.bool, device=device)
-        lines = None
-        if rows.lines is not None:
-            lines = torch.zeros(size, rows.lines.shape[1], dtype=torch.int64, device=device)
-        return cls(visible, lines, device)
-
-    def take(self, rows: TreeRows) -> None:
-        """Take over how rows follow one another; padding comes after them."""
-        count, own = rows.visible.shape
-        size, drafted = self.visible.shape
-        padding = size - count
-        # Keys before the tree, which all rows see, and those of the padding, of which each row sees
-        # its own: attention to no key at all has no value.
-        before = drafted - padding - own
-        seen = torch.zeros(size, drafted, dtype=torch.bool)
-        seen[:, :before] = True
-        seen[:count, before : before + own] = rows.visible
-        seen[count:, drafted - padding :].fill_diagonal_(True)
-        self.visible.copy_(put(seen, self._device, torch.bool))
-        if self.lines is not None:
-            lines = torch.arange(size).unsqueeze(1).repeat(1, self.lines.shape[1])
-            lines[:count] = rows.lines
-            self.lines.copy_(put(lines, self._device))
-
-
-class _FixedForward:
-    """A forward of exactly `size` tokens, with inputs at fixed addresses.
+class _FixedForward(Generic[Result]):
+    """A forward of a fixed number of tokens, with inputs at fixed addresses.
 
     Padding tokens come after the real ones, which therefore do not attend to them. Their KV is
     written after the end of the KV.
@@ -165,58 +153,87 @@ class _FixedForward:
     def __init__(
         self,
         model: Model,
-        weights: Weights,
         cache: FixedCache,
-        finish: Callable[[torch.Tensor], torch.Tensor] | None,
-        size: int,
-        tree: _Tree | None,
-        taps: Taps | None,
+        compute: Callable[[Inputs], Result],
+        inputs: Inputs,
     ) -> None:
-        """tree: how the tokens follow one another; None if they are a chain
-        taps: takes hidden states between layers
-        """
-        device = model.device
-        self.taps = taps
+        """inputs: which all forwards overwrite"""
+        self.inputs = inputs
         self.uses = 0
         self._model = model
-        self._weights = weights
         self._cache = cache
-        self._finish = finish
-        self._tree = tree
-        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(size, dtype=torch.int64, device=device)
-        self._steps = torch.arange(size, device=device)
-        self._replay: Run | None = None
-        embedded = model.no_states().new_zeros(size, model.config.hidden)
-        self._embedded = embedded if model.embeds_apart else None
+        self._compute = compute
+        self._steps = torch.arange(inputs.batch.rows, device=model.device)
+        self._replay: Run[Result] | None = None
 
-    def take(self, tokens: torch.Tensor, position: int, rows: TreeRows | None) -> None:
+    def take(
+        self,
+        tokens: torch.Tensor,
+        positions: int | torch.Tensor,
+        rows: TreeRows | None,
+        states: torch.Tensor | None,
+    ) -> None:
         """Set the inputs."""
-        count = tokens.shape[0]
-        self._tokens[:count] = tokens
-        if self._embedded is not None:
-            self._embedded.copy_(self._model.embed(self._tokens))
-        if rows is None:
-            torch.add(self._steps, position, out=self._positions)
+        batch, embedded, own_states, _ = self.inputs
+        count, device = tokens.shape[0], self._model.device
+        batch.tokens[:count] = tokens
+        if embedded is not None:
+            embedded.copy_(self._model.embed(batch.tokens))
+        if states is not None:
+            own_states[:count] = states
+        if rows is not None:
+            batch.positions[:count] = put(rows.positions, device)
+            self._take_rows(rows)
+        elif isinstance(positions, int):
+            torch.add(self._steps, positions, out=batch.positions)
         else:
-            self._positions[:count] = put(rows.positions, self._tokens.device)
-            self._tree.take(rows)
+            batch.positions[:count] = positions
         self._cache.begin()
 
-    def run(self) -> torch.Tensor:
-        """Return the result of all rows; a recorded forward returns the same tensor each time."""
+    def run(self) -> Result:
+        """Return the result of all rows; a recorded forward returns the same tensors each time."""
         self.uses += 1
-        return self._compute() if self._replay is None else self._replay()
+        return self._run() if self._replay is None else self._replay()
 
     def record(self, recorder: Recorder) -> None:
-        self._replay = recorder.record(self._compute)
+        self._replay = recorder.record(self._run)
 
-    def _compute(self) -> torch.Tensor:
-        batch = ForwardBatch(self._tokens, self._positions)
-        if self._tree is not None:
-            batch = replace(batch, drafted=self._tree.visible, lines=self._tree.lines)
-        embedded = None if self._embedded is None else self._embedded.clone()
-        hidden = self._model.forward(
-            batch, self._weights, self._cache, embedded=embedded, taps=self.taps
+    def _run(self) -> Result:
+        batch, embedded, states, taps = self.inputs
+        embedded = None if embedded is None else embedded.clone()
+        # A batch computes what it is asked for once.
+        batch = ForwardBatch(
+            batch.tokens, batch.positions, drafted=batch.drafted, lines=batch.lines
         )
-        return hidden if self._finish is None else self._finish(hidden)
+        return self._compute(Inputs(batch, embedded, states, taps))
+
+    def _take_rows(self, rows: TreeRows) -> None:
+        """Take over how rows follow one another; padding comes after them."""
+        batch = self.inputs.batch
+        count, own = rows.visible.shape
+        size, drafted = batch.drafted.shape
+        padding = size - count
+        # Keys before the tree, which all rows see, and those of the padding, of which each row sees
+        # its own: attention to no key at all has no value.
+        before = drafted - padding - own
+        seen = torch.zeros(size, drafted, dtype=torch.bool)
+        seen[:, :before] = True
+        seen[:count, before : before + own] = rows.visible
+        seen[count:, drafted - padding :].fill_diagonal_(True)
+        batch.drafted.copy_(put(seen, self._model.device, torch.bool))
+        if batch.lines is not None:
+            lines = torch.arange(size).unsqueeze(1).repeat(1, batch.lines.shape[1])
+            lines[:count] = rows.lines
+            batch.lines.copy_(put(lines, self._model.device))
+
+
+def forwards_of(
+    model: Model, weights: Weights, cache: FixedCache
+) -> Callable[[Inputs], torch.Tensor]:
+    """Return the forwards of a model, to hidden states [rows, hidden]."""
+
+    def compute(inputs: Inputs) -> torch.Tensor:
+        batch, embedded, _, taps = inputs
+        return model.forward(batch, weights, cache, embedded=embedded, taps=taps)
+
+    return compute

@@ -84,11 +84,25 @@ def fit(
         return _under(sizes, placement, most_budget if drafts else 0)
     if drafts and method.budget is not None:
         return _with_cache(sizes, method.budget, available_bytes)
-    plain = Resolved(sizes, place(sizes.requirements(0), available_bytes), 0)
+    plain = _without_cache(sizes, available_bytes)
+    sizes = plain.sizes
     found = _with_largest_cache(plain, available_bytes, most_budget) if drafts else plain
     if found.budget or found.memory.streams or sizes.block_tokens:
         return found
     return _in_one_block(sizes, available_bytes) or found
+
+
+def _without_cache(sizes: ModelSizes, available_bytes: int) -> Resolved:
+    """Return a plan without a retrieval level. If something streams, it keeps no memory for
+    recorded passes.
+
+    Raises DoesNotFitError.
+    """
+    memory = place(sizes.requirements(0), available_bytes)
+    if memory.requirements.records_passes and memory.streams:
+        sizes = replace(sizes, records_passes=False)
+        memory = place(sizes.requirements(0), available_bytes)
+    return Resolved(sizes, memory, 0)
 
 
 class ProcessorShares(NamedTuple):

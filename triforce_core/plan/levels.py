@@ -11,6 +11,8 @@ from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 DISTRIBUTION_ROWS = 16
 # Number of tokens of the longest forward that is recorded as a graph.
 LONGEST_RECORDED = 32
+# Likewise of a head, which computes logits of all its tokens.
+LONGEST_RECORDED_HEAD = 8
 # Number of tokens that a draft model attends to: the first of a sequence, and the recent ones.
 SINKS = 16
 WINDOW = 256

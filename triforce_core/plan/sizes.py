@@ -20,6 +20,7 @@ from triforce_core.model.tensors import (
 )
 from triforce_core.plan.levels import (
     LONGEST_RECORDED,
+    LONGEST_RECORDED_HEAD,
     fitting_budget,
     retrieval_bytes,
     small_model_parts_bytes,
@@ -33,6 +34,7 @@ from triforce_core.plan.product_bytes import (
     widened_bytes,
 )
 from triforce_core.plan.workspace import (
+    GRAPH_LIBRARY_BYTES,
     distribution_bytes,
     forward_bytes,
     graph_bytes,
@@ -87,6 +89,7 @@ class ModelSizes:
     kv_split: whether blocks of KV are split
     sequences: number of sequences that a pass may run over at once
     same_bits: whether a row has the same bits in every forward
+    records_passes: whether passes may be recorded
     """
 
     config: ModelConfig
@@ -101,6 +104,7 @@ class ModelSizes:
     kv_split: bool = False
     sequences: int = 1
     same_bits: bool = False
+    records_passes: bool = True
 
     @property
     def weights(self) -> Layouts:
@@ -242,7 +246,8 @@ class ModelSizes:
         a device whose rows keep their bits: attention in recorded forwards was not shown to.
         """
         is_whole = self.config.vocab_rows == self.config.vocab
-        return self.graphs and is_whole and not budget and not self.same_bits
+        may = self.records_passes and self.graphs and is_whole
+        return may and not budget and not self.same_bits
 
     def _product_bytes(self, tokens: int) -> int:
         """Return the bytes of temporaries of products with weights, without their results."""
@@ -332,17 +337,21 @@ class ModelSizes:
             total += self.sequences * retrieval_bytes(
                 shape, budget, chunk, longest, context, rounded=self.rounds_kv
             )
-        if self.graphs:
-            # MTP heads are not recorded.
-            drafter = self.drafter and not self.drafter.layers[0].joins and self.drafter
-            for recorded in (self.config if budget else None, drafter):
-                if recorded:
-                    graphs = self._graph_bytes(recorded, LONGEST_RECORDED)
-                    graphs += graph_logits_bytes(recorded, LONGEST_RECORDED, self.dtype.itemsize)
-                    total += self.sequences * graphs
+        recorded = self._recorded_bytes(budget)
+        return total + (self.sequences * recorded + GRAPH_LIBRARY_BYTES if recorded else 0)
+
+    def _recorded_bytes(self, budget: int) -> int:
+        """Return the bytes that the recorded forwards of one sequence keep."""
+        total = 0
+        for config in (self.config if budget else None, self.drafter) if self.graphs else ():
+            if config:
+                is_head = config.layers[0].joins is not None
+                rows = LONGEST_RECORDED_HEAD if is_head else LONGEST_RECORDED
+                total += self._graph_bytes(config, rows)
+                total += graph_logits_bytes(config, rows, self.dtype.itemsize)
         if self._records_passes(budget):
-            rows = min(LONGEST_RECORDED, longest + 1)
-            total += self.sequences * self._graph_bytes(self.config, rows)
+            rows = min(LONGEST_RECORDED, self.max_draft_tokens(budget) + 1)
+            total += self._graph_bytes(self.config, rows)
         return total
 
     def _graph_bytes(self, config: ModelConfig, rows: int) -> int:

@@ -34,8 +34,8 @@ from triforce_offload.kv.windows.shape import held_tokens, window_capacity
 # Temporaries of a distribution: scores, sorted values and order, softmax, cumulative sum and masks.
 # See `sampling.distribution`.
 _BYTES_PER_TOKEN_OF_VOCABULARY = 40
-# A matrix library's workspace, which recording allocates again, and the allocator's rounding.
-_GRAPH_LIBRARY_BYTES = 64 << 20
+# A matrix library's workspace, which all recordings share, and the allocator's rounding.
+GRAPH_LIBRARY_BYTES = 64 << 20
 
 
 def prompt_bytes(
@@ -321,7 +321,7 @@ def graph_bytes(
     """
     temporaries = forward_bytes(config, tokens, itemsize, text_tokens)
     temporaries += running_bytes(config, tokens, splits)
-    return temporaries + 2 * tokens * config.hidden * itemsize + _GRAPH_LIBRARY_BYTES
+    return temporaries + 2 * tokens * config.hidden * itemsize
 
 
 def graph_logits_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:

@@ -1,4 +1,4 @@
-"""Passes recorded as graphs, of models whose weights and KV are all on the device."""
+"""Passes and steps of heads recorded as graphs, of models that are all on the device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle3_heads import KINDS, RandomHead
 from float_bounds import assert_within, forward_bound
-from helpers import BLOCK, VOCAB, placed, random_ids
+from helpers import BLOCK, VOCAB, add_head, make_model, placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from recorder import ReplayRecorder
 from tiny_families import FAMILIES, WITH_EXPERTS
@@ -17,6 +18,7 @@ from tiny_families import FAMILIES, WITH_EXPERTS
 from triforce_core import Engine
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_offload.kv.store import KVStore
 
 pytestmark = pytest.mark.usefixtures("recordable")
@@ -76,9 +78,9 @@ def test_recorded_passes_compute_what_eager_ones_do(tiny, family: str) -> None:
         both = [Context(each.models) for each in (plain, ours)]
         for context in both:
             context.prefill(PROMPT[: BLOCK // 2], 150, lambda layer: None)
-        most = both[0].sequence.kv.max_pass_tokens
-        for step in range(40):
-            count = draw.randint(1, most)
+        for step in range(60):
+            # Some passes of each size between two blocks.
+            count = draw.choice((1, 7))
             chain = range(-1, count - 1)
             parents = [draw.randint(-1, row - 1) for row in range(count)] if step % 3 else chain
             tokens = torch.tensor([draw.randrange(VOCAB) for _ in range(count)])
@@ -89,7 +91,7 @@ def test_recorded_passes_compute_what_eager_ones_do(tiny, family: str) -> None:
             while parents[kept[0]] >= 0:
                 kept.insert(0, parents[kept[0]])
             for context in both:
-                context.keep(kept[:3])
+                context.keep(kept[:2])
         assert both[0].length == both[1].length > 2 * BLOCK
         for context in both:
             context.close()
@@ -103,7 +105,6 @@ def test_recorded_passes_compute_what_eager_ones_do(tiny, family: str) -> None:
         ("kv", DRAFTS["chain"]),
         ("weights", DRAFTS["chain"]),
         ("processor", DRAFTS["chain"]),
-        ("kv-in-part", DRAFTS["none"]),
         ("kv", {"method": "triforce", "draft": "none", "budget": 32}),
     ],
 )
@@ -118,16 +119,25 @@ def test_what_streams_is_not_recorded(tiny, where: str, options: dict[str, objec
         assert bool(recorder.recorded) == ("budget" in options)
 
 
+def test_a_context_that_begins_to_stream_is_not_recorded_any_longer(tiny) -> None:
+    path, twin = tiny("llama")
+    texts, recorder = [], ReplayRecorder()
+    for how in (None, recorder):
+        with engine(path, how, "kv-in-part", **DRAFTS["none"]) as ours:
+            texts.append(ours.generate(PROMPT, greedy(40)).token_ids)
+            assert not ours._contexts.latest.recorded.fits(1)
+    assert_equal_but_for_ties(twin, PROMPT, texts[1], texts[0])
+    assert recorder.recorded == 1
+
+
 def test_passes_over_several_sequences_are_not_recorded(tiny) -> None:
     path, recorder = tiny("llama")[0], ReplayRecorder()
     prompts = [PROMPT, PROMPT[3:]]
     with engine(path, None, sequences=2, **DRAFTS["none"]) as ours:
         expected = [ours.generate(prompt, greedy(15)).token_ids for prompt in prompts]
     with engine(path, recorder, sequences=2, **DRAFTS["none"]) as ours:
-        requests = [ours.add_request(prompt, greedy(15)) for prompt in prompts]
-        while not all(request.result for request in requests):
-            ours.step()
-        assert [request.result.token_ids for request in requests] == expected
+        results = ours.generate_all(prompts, greedy(15))
+        assert [result.token_ids for result in results] == expected
         assert recorder.recorded == 0
 
 
@@ -139,7 +149,7 @@ def test_a_pass_is_recorded_anew_where_blocks_have_moved(tiny, monkeypatch) -> N
         expected = ours.generate(PROMPT, greedy(40)).token_ids
         recorded = recorder.recorded
         # A pass of one row, anew for each block that fills.
-        assert recorded == 1 + (len(PROMPT) + 39) // BLOCK - len(PROMPT) // BLOCK
+        assert recorded == 1 + (len(PROMPT) + 37) // BLOCK - len(PROMPT) // BLOCK
         again = ours.generate(PROMPT, greedy(40)).token_ids
         assert_equal_but_for_ties(twin, PROMPT, again, expected)
     # The check of addresses is what keeps texts right: without it this test fails.
@@ -155,3 +165,31 @@ def test_recorded_passes_serve_the_next_request(tiny) -> None:
             ours.generate(PROMPT[:BLOCK], greedy(8), reuse=False)
             recorded = recorder.recorded
         assert recorded == 1
+
+
+@pytest.mark.parametrize("draft", [{"draft_tokens": 5, "tree": "off"}, {"tree": 9}])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_recorded_heads_compute_what_eager_ones_do(
+    tmp_path, monkeypatch, kind: str, draft: dict[str, object]
+) -> None:
+    """Over hidden states that passes leave, recorded ones too."""
+    model = make_model("qwen3_5" if kind == "mtp" else "llama", tmp_path)
+    options = {"method": "speculative", "draft": kind, **draft}
+    if kind == "mtp":
+        add_head(tmp_path, model)
+    else:
+        options["draft"] = str(RandomHead(model, tmp_path / "head", KINDS["specforge"]).directory)
+    run, logits = HeadDrafter.run, []
+    monkeypatch.setattr(
+        HeadDrafter, "run", lambda *given: logits[-1].append(run(*given).clone()) or logits[-1][-1]
+    )
+    recorder, texts = ReplayRecorder(), []
+    for how in (None, recorder):
+        logits.append([])
+        with engine(tmp_path, how, **options) as ours:
+            texts.append(ours.generate(PROMPT, greedy(30)).token_ids)
+    assert texts[0] == texts[1]
+    assert len(logits[0]) == len(logits[1]) > 30
+    for eager, recorded in zip(*logits, strict=True):
+        torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
+    assert recorder.replayed > 30

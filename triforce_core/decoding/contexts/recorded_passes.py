@@ -8,7 +8,7 @@ import torch
 
 from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
-from triforce_core.decoding.recorded import RecordedForwards, padded
+from triforce_core.decoding.recorded import RecordedForwards, forwards_of, padded
 from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_offload.forward_batch import ForwardBatch, lines_of, visible_rows
 from triforce_offload.kv.caches.fixed import FixedPass
@@ -29,7 +29,7 @@ class RecordedPasses:
         plan = models.runtime.plan
         self._models = models
         self._sequence = sequence
-        self._forwards: RecordedForwards | None = None
+        self._forwards: RecordedForwards[torch.Tensor] | None = None
         # What the forwards were recorded for: the version of the KV, addresses of blocks, taps.
         self._version = -1
         self._addresses: torch.Tensor | None = None
@@ -77,22 +77,20 @@ class RecordedPasses:
             rows = TreeRows(batch.positions, visible_rows(batch.parents), lines)
         self._sequence.cache.ran(batch)
         with self._models.runtime.trace.compute("pass", tokens=batch.rows):
-            return self._forwards.run(size, batch.tokens, self._sequence.length, rows, size)
+            start = self._sequence.length
+            hidden, tapped = self._forwards.run(size, batch.tokens, start, rows, size)
+            return hidden[: batch.rows], tapped
 
     def release(self) -> bool:
         """Release the recorded passes for good. Return whether there were any."""
         were, self._forwards, self._applies = self._forwards is not None, None, False
         return were
 
-    def _new(self) -> RecordedForwards:
+    def _new(self) -> RecordedForwards[torch.Tensor]:
         """Return forwards of which none is recorded yet."""
-        models, sequence = self._models, self._sequence
-        device = models.target.device
+        models, sequence, target = self._models, self._sequence, self._models.target
+        cache = FixedPass(sequence.kv, sequence.recent, target.device)
+        compute = forwards_of(target, ResidentWeights(models.runtime.weights), cache)
         return RecordedForwards(
-            models.target,
-            ResidentWeights(models.runtime.weights),
-            FixedPass(sequence.kv, sequence.recent, device),
-            models.recorder,
-            "passes",
-            taps=self._taps,
+            *(target, cache, compute, models.recorder, "passes"), taps=self._taps
         )

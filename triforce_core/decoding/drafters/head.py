@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -10,17 +11,34 @@ from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import limited
-from triforce_core.decoding.drafters.drafted_rows import DraftedRows
+from triforce_core.decoding.drafters.drafted_rows import DraftedRows, TreeRows
 from triforce_core.decoding.drafters.model_proposer import ModelProposer
+from triforce_core.decoding.recorded import Inputs, RecordedForwards, padded
 from triforce_core.decoding.trees.growing import Tree
-from triforce_core.model.heads.head import Head
+from triforce_core.model.heads.head import After, Head
 from triforce_core.params import SamplingParams
-from triforce_core.plan.levels import SINKS, WINDOW
+from triforce_core.plan.levels import LONGEST_RECORDED_HEAD, SINKS, WINDOW
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.graphs import Recorder
 from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.kv.caches.fixed import FixedDense
 from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import put
 from triforce_offload.weights.store import ResidentWeights
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a token and the state of the token before.
+
+    tokens, positions: [pairs]
+    states: [pairs, hidden]
+    rows: how they follow one another, if they are in a tree
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    states: torch.Tensor
+    rows: TreeRows | None = None
 
 
 class HeadDrafter:
@@ -41,10 +59,12 @@ class HeadDrafter:
         trace: Tracer,
         tell: Callable[[calls.ContextCall], None],
         release: Callable[[], None],
+        recorder: Recorder | None = None,
     ) -> None:
         """kv: room for pairs: the first ones, the recent ones and a draft
         tell: sends a call to the other ranks
         release: returns the room for states to the budget
+        recorder: None to run everything eagerly
         """
         self._head = head
         self._weights = weights
@@ -66,6 +86,14 @@ class HeadDrafter:
         self._end = 0
         # Index of each row of a tree among the drafted rows.
         self._ran_rows: dict[int, int] = {}
+        self._recorded: RecordedForwards[After] | None = None
+        if recorder is not None and head.recordable:
+            self._columns = self.most + LONGEST_RECORDED_HEAD
+            cache = FixedDense(kv, head.device)
+            self._recorded = RecordedForwards(
+                *(head, cache, _forwards_of(head, weights, cache), recorder, "head"),
+                has_states=True,
+            )
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +143,7 @@ class HeadDrafter:
 
     def close(self) -> None:
         """Drafter.close."""
+        self._recorded = None
         self._kv.close()
         self._release()
 
@@ -179,24 +208,39 @@ class HeadDrafter:
         parents: for each drafted token the drafted row that it follows, or -1 for the text; None
             for a chain after the last row
         """
-        batch, states = self._of_text(tokens, start) if start else self._of_draft(tokens, parents)
-        with self._trace.compute("head", tokens=tokens.shape[0]):
-            hidden = self._head.run(batch, states, self._weights, self._kv)
-            self._kv.keep(range(tokens.shape[0]))
+        pairs = self._of_text(tokens, start) if start else self._of_draft(tokens, parents)
+        count = tokens.shape[0]
+        with self._trace.compute("head", tokens=count):
+            after = self._after(pairs, last=start is not None)
+            self._kv.keep(range(count))
             if start:
-                after = self._head.after(hidden[-1:])
                 self._states = after.state
             else:
-                after = self._head.after(hidden)
-                self._drafted.keep(range(tokens.shape[0]))
+                self._drafted.keep(range(count))
                 self._states = torch.cat((self._states, after.state))
             # A grammar may leave only tokens that the head does not know.
             return limited(after.logits)
 
-    def _of_text(
-        self, tokens: torch.Tensor, start: tuple[int, ...]
-    ) -> tuple[ForwardBatch, torch.Tensor]:
-        """Return pairs of the text, with their states."""
+    def _after(self, pairs: _Pairs, *, last: bool) -> After:
+        """Run pairs behind the end of the KV. Return what follows them, or if `last`, what follows
+        the last one. Logits are valid until the next call.
+        """
+        tokens, positions, states, rows = pairs
+        count = len(tokens)
+        asked, size = slice(count - 1 if last else 0, count), padded(count)
+        if self._recorded and size <= LONGEST_RECORDED_HEAD and self._has_room(size, rows):
+            after, _ = self._recorded.run(size, tokens, positions, rows, self._columns, states)
+            return After(after.state[asked].clone(), after.logits[asked])
+        visible = None if rows is None else put(rows.visible, self.device, torch.bool)
+        batch = ForwardBatch(tokens, positions, drafted=visible)
+        return self._head.after(self._head.run(batch, states, self._weights, self._kv)[asked])
+
+    def _has_room(self, size: int, rows: TreeRows | None) -> bool:
+        columns = 0 if rows is None else rows.visible.shape[1] + size - len(rows.visible)
+        return self._kv.has_room(size) and columns <= self._columns
+
+    def _of_text(self, tokens: torch.Tensor, start: tuple[int, ...]) -> _Pairs:
+        """Return pairs of the text."""
         self._kv.end, firsts, begin = start
         recent = range(begin, begin + len(tokens) - firsts)
         before = begin - 1 - self._begin
@@ -205,23 +249,30 @@ class HeadDrafter:
         self._drafted.forget()
         self._ran_rows = {}
         self._end = recent.stop
-        return ForwardBatch(tokens, put(places, self.device)), torch.cat(known)
+        return _Pairs(tokens, put(places, self.device), torch.cat(known))
 
-    def _of_draft(
-        self, tokens: torch.Tensor, parents: tuple[int, ...] | None
-    ) -> tuple[ForwardBatch, torch.Tensor]:
+    def _of_draft(self, tokens: torch.Tensor, parents: tuple[int, ...] | None) -> _Pairs:
         """Return pairs of drafted tokens, with the states after the rows that they follow."""
         held, count = len(self._drafted), len(tokens)
         rows = self._drafted.follow(count, parents, self._end)
-        if rows is None:
-            place = self._end + held
-            batch = ForwardBatch.text(tokens, place, self.device)
-        else:
-            visible = put(rows.visible, self.device, torch.bool)
-            batch = ForwardBatch(tokens, put(rows.positions, self.device), drafted=visible)
-        if parents is None:
-            return batch, self._states[-1:]
-        return batch, self._states[put([parent + 1 for parent in parents], self.device)]
+        places = list(range(self._end + held, self._end + held + count))
+        positions = put(places if rows is None else rows.positions, self.device)
+        states = self._states[-1:]
+        if parents is not None:
+            states = self._states[put([parent + 1 for parent in parents], self.device)]
+        return _Pairs(tokens, positions, states, rows)
 
     def have_drawn(self, tokens: torch.Tensor) -> None:
         """See SmallModelDrafter. Pairs of drafted tokens run again with other states."""
+
+
+def _forwards_of(
+    head: Head, weights: ResidentWeights, cache: FixedDense
+) -> Callable[[Inputs], After]:
+    """Return the forwards of a head that may be recorded."""
+
+    def compute(inputs: Inputs) -> After:
+        batch, embedded, states, _ = inputs
+        return head.after(head.run(batch, states, weights, cache, embedded))
+
+    return compute

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
-from triforce_core.decoding.recorded import RecordedForwards, padded
+from triforce_core.decoding.recorded import RecordedForwards, forwards_of, padded
 from triforce_core.model.transformer import Model
 from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_offload.forward_batch import ForwardBatch
@@ -51,11 +51,13 @@ class ResidentModel:
         self._trace = trace
         self._name = name
         self._drafted = drafted
-        self._recorded: RecordedForwards | None = None
+        self._recorded: RecordedForwards[torch.Tensor] | None = None
         if recorder is not None and model.recordable:
             cache = FixedDense(kv, model.device)
+            forward = forwards_of(model, weights, cache)
             self._recorded = RecordedForwards(
-                *(model, weights, cache, recorder, name), finish=model.logits, taps=taps
+                *(model, cache, lambda inputs: model.logits(forward(inputs)), recorder, name),
+                taps=taps,
             )
 
     @property
@@ -101,7 +103,7 @@ class ResidentModel:
         size = padded(count)
         if self._recorded and size <= LONGEST_RECORDED and self._has_room(size, rows):
             out, self.tapped = self._recorded.run(size, tokens, position, rows, self._drafted)
-            return out[-1:] if last else out
+            return out[count - 1 : count] if last else out[:count]
         batch = _batch(tokens, position, rows)
         taps = self._model.taps(self._taps, range(count))
         hidden = self._model.forward(batch, self._weights, self.kv, taps=taps)

@@ -34,8 +34,8 @@ class OwnTensors:
 
 
 class After(NamedTuple):
-    """What follows a pair: the state for the next one, [1, hidden], and float32 logits [1, vocab]
-    of the model's tokens.
+    """What follows pairs: the states for the next ones, [rows, hidden], and float32 logits [rows,
+    vocab] of the model's tokens.
     """
 
     state: torch.Tensor
@@ -59,7 +59,7 @@ class Head(Model, ABC):
 
     @abstractmethod
     def after(self, hidden: torch.Tensor) -> After:
-        """Return what follows a pair, given what `run` returned for it, [1, hidden]."""
+        """Return what follows pairs, given what `run` returned for them, [rows, hidden]."""
 
     @abstractmethod
     def first_positions(self, count: int, begin: int) -> range:
@@ -74,16 +74,23 @@ class Head(Model, ABC):
         """Return the layer's input [rows, hidden], and the mixer's input if that is another."""
 
     def run(
-        self, batch: ForwardBatch, states: torch.Tensor, weights: Weights, cache: Cache
+        self,
+        batch: ForwardBatch,
+        states: torch.Tensor,
+        weights: Weights,
+        cache: Cache,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run pairs. Return hidden states before the final norm, [rows, hidden].
 
         batch: the pairs' tokens
         states: their states, [rows, hidden]
+        embedded: what `embed` returns for the tokens
         """
         kind = self.config.rotation_of(self.config.layers[0].mixer)
+        embedded = self.embed(batch.tokens) if embedded is None else embedded
         with weights.layer(0) as layer:
-            hidden, mixes = self._joined(layer, self.embed(batch.tokens), states)
+            hidden, mixes = self._joined(layer, embedded, states)
             self._layer(0, layer, hidden, cache, self._rotated(batch, hidden)[kind], mixes)
         return hidden
 
