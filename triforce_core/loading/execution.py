@@ -103,6 +103,7 @@ class Execution:
             stack.pop_all(),
             weights=resolved.weights,
             same_bits=sizes.same_bits,
+            records_passes=self._records_passes(target, recorder),
         )
         with ExitStack() as undo:
             undo.callback(models.close)
@@ -136,6 +137,19 @@ class Execution:
         """
         graphs = self.resolved.sizes.graphs
         return graphs if self.ranks.count == 1 else bool(self.ranks.least(int(graphs)))
+
+    def _records_passes(self, target: Model, recorder: Recorder | None) -> bool:
+        """Whether passes are recorded as long as nothing of them streams, as all ranks agree: what
+        one records has padding. Raises RankError.
+        """
+        plan = self.resolved.memory
+        here = all(layer.where is Where.DEVICE for layer in plan.layers)
+        records = recorder is not None and target.recordable and here
+        records = records and plan.requirements.records_passes
+        if self.ranks.count == 1:
+            return records
+        # The KV of one rank must not begin to stream before that of another.
+        return bool(self.ranks.least(int(records and not plan.streams)))
 
     def _target_ends(self) -> Ends:
         resident = self.resolved.memory.placement.embedding_resident

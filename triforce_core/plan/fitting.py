@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ def fit(
         return _under(sizes, placement, most_budget if drafts else 0)
     if drafts and method.budget is not None:
         return _with_cache(sizes, method.budget, available_bytes)
-    plain = _without_cache(sizes, available_bytes)
+    plain = _planned(sizes, lambda needs: place(needs, available_bytes))
     sizes = plain.sizes
     found = _with_largest_cache(plain, available_bytes, most_budget) if drafts else plain
     if found.budget or found.memory.streams or sizes.block_tokens:
@@ -92,17 +93,21 @@ def fit(
     return _in_one_block(sizes, available_bytes) or found
 
 
-def _without_cache(sizes: ModelSizes, available_bytes: int) -> Resolved:
+def _planned(sizes: ModelSizes, placed: Callable[[Requirements], MemoryPlan]) -> Resolved:
     """Return a plan without a retrieval level. If something streams, it keeps no memory for
     recorded passes.
 
-    Raises DoesNotFitError.
+    placed: places what is required
+    Raises whatever `placed` raises.
     """
-    memory = place(sizes.requirements(0), available_bytes)
-    if memory.requirements.records_passes and memory.streams:
+    needs = sizes.requirements(0)
+    if needs.records_passes:
+        with suppress(DoesNotFitError):
+            if not (memory := placed(needs)).streams:
+                return Resolved(sizes, memory, 0)
         sizes = replace(sizes, records_passes=False)
-        memory = place(sizes.requirements(0), available_bytes)
-    return Resolved(sizes, memory, 0)
+        needs = sizes.requirements(0)
+    return Resolved(sizes, placed(needs), 0)
 
 
 class ProcessorShares(NamedTuple):
@@ -173,7 +178,7 @@ def _under(sizes: ModelSizes, placement: Placement, most_budget: int | None) -> 
         drafts = False
     elif drafts and method.draft_weights == INT4:
         placement = replace(placement, copied_layers=tuple(range(len(sizes.weights.layers))))
-    plain = Resolved(sizes, MemoryPlan(sizes.requirements(0), placement), 0)
+    plain = _planned(sizes, lambda needs: MemoryPlan(needs, placement))
     if not drafts or (method.budget is None and not may_save(plain.memory, method.budgets[0])):
         return plain
     for budget in method.budgets:

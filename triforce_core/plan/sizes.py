@@ -242,12 +242,10 @@ class ModelSizes:
         return sum(layer.nbytes for layer in self.weights.layers) + blocks * shape.block_bytes
 
     def _records_passes(self, budget: int) -> bool:
-        """Whether passes without a retrieval level are recorded. Ranks do not record them, nor does
-        a device whose rows keep their bits: attention in recorded forwards was not shown to.
+        """Whether passes without a retrieval level are recorded. They are not if rows are to keep
+        their bits: attention in recorded forwards was not shown to keep them.
         """
-        is_whole = self.config.vocab_rows == self.config.vocab
-        may = self.records_passes and self.graphs and is_whole
-        return may and not budget and not self.same_bits
+        return self.records_passes and self.graphs and not budget and not self.same_bits
 
     def _product_bytes(self, tokens: int) -> int:
         """Return the bytes of temporaries of products with weights, without their results."""
@@ -342,14 +340,15 @@ class ModelSizes:
 
     def _recorded_bytes(self, budget: int) -> int:
         """Return the bytes that the recorded forwards of one sequence keep."""
-        total = 0
+        total, records_passes = 0, self._records_passes(budget)
         for config in (self.config if budget else None, self.drafter) if self.graphs else ():
-            if config:
-                is_head = config.layers[0].joins is not None
+            is_head = config is not None and config.layers[0].joins is not None
+            # A head is recorded beside other forwards only: where passes stream, little is gained.
+            if config and (budget or records_passes or not is_head):
                 rows = LONGEST_RECORDED_HEAD if is_head else LONGEST_RECORDED
                 total += self._graph_bytes(config, rows)
                 total += graph_logits_bytes(config, rows, self.dtype.itemsize)
-        if self._records_passes(budget):
+        if records_passes:
             rows = min(LONGEST_RECORDED, self.max_draft_tokens(budget) + 1)
             total += self._graph_bytes(self.config, rows)
         return total

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask
 from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_offload.kv.store import KVStore
+from triforce_offload.plan.memory_plan import Where
 
 pytestmark = pytest.mark.usefixtures("recordable")
 
@@ -40,9 +40,9 @@ def engine(
     given = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
     ours = Engine.from_pretrained(path, **placed(where, given | options))
     if recorder is not None:
-        runtime = ours.runtime
-        needs = replace(runtime.plan.requirements, records_passes=True)
-        runtime.plan = replace(runtime.plan, requirements=needs)
+        layers = ours.runtime.plan.layers
+        here = all(layer.where is Where.DEVICE for layer in layers)
+        ours.models.records_passes = here and not ours.models.budget
         ours.models.recorder = recorder
     return ours
 

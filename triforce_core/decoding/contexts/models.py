@@ -65,6 +65,7 @@ class Models:
     resources: closes everything
     weights: how the target's weights are kept, see `EngineConfig.weights`
     same_bits: whether the target gives a row the same bits in every forward
+    records_passes: whether passes are recorded as long as nothing of them streams, by all ranks
     """
 
     target: Model
@@ -79,6 +80,7 @@ class Models:
     resources: ExitStack = field(default_factory=ExitStack)
     weights: str = DENSE
     same_bits: bool = False
+    records_passes: bool = False
 
     @property
     def ranks(self) -> Ranks:

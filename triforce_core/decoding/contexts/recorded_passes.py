@@ -13,7 +13,6 @@ from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_offload.forward_batch import ForwardBatch, lines_of, visible_rows
 from triforce_offload.kv.caches.fixed import FixedPass
 from triforce_offload.kv.sequence import SequenceKV
-from triforce_offload.plan.memory_plan import Where
 from triforce_offload.weights.store import ResidentWeights
 
 
@@ -26,7 +25,6 @@ class RecordedPasses:
     """
 
     def __init__(self, models: Models, sequence: SequenceKV) -> None:
-        plan = models.runtime.plan
         self._models = models
         self._sequence = sequence
         self._forwards: RecordedForwards[torch.Tensor] | None = None
@@ -35,12 +33,7 @@ class RecordedPasses:
         self._addresses: torch.Tensor | None = None
         self._taps: tuple[int, ...] = ()
         self._all_here = False
-        self._applies = (
-            models.recorder is not None
-            and models.target.recordable
-            and plan.requirements.records_passes
-            and all(layer.where is Where.DEVICE for layer in plan.layers)
-        )
+        self._applies = models.records_passes
 
     def fits(self, rows: int) -> bool:
         """Whether a pass over so many rows may run here."""
