@@ -36,7 +36,7 @@ class Requirements:
     kv_layers: layers that store KV in blocks; None if all do
     windows: geometry of the KV of layers with a window; None if there are none
     states: geometry of the states of recurrent layers; None if there are none
-    records_passes: whether passes are recorded as CUDA graphs as long as nothing of them streams
+    records_passes: whether passes are recorded as CUDA graphs if nothing of them streams
     sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
         gather_bytes are for all sequences, temporaries for one
     """

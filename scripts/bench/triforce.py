@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         for row in rows.values():
             row["speed_up"] = rows["autoregressive"]["seconds_per_token"] / row["seconds_per_token"]
         ratios[str(ratio)] = {"link_bytes_per_second": bandwidth, **rows}
-        yield {RATIOS: ratios}
+        yield {RATIOS: {str(ratio): ratios[str(ratio)]}}
     if args.plot:
         plot(ratios)
     for length in args.lengths:

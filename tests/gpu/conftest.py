@@ -9,6 +9,7 @@ import torch
 from simulated_gpu import REAL, Adversary, simulated
 from simulated_gpu.processes import environment
 
+from triforce_core.plan.sizes import ModelSizes
 from triforce_kernels import dispatch
 from triforce_kernels.dispatch import REFERENCE, VARIABLE
 
@@ -51,3 +52,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         # Streams of a machine that is gone.
         _recording_stream.cache_clear()
     assert machine.faults == []
+
+
+@pytest.fixture
+def recorded_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes are recorded, though references read all keys that there is room for."""
+
+    def records_passes(sizes: ModelSizes, budget: int) -> bool:
+        return sizes.records_passes and sizes.graphs and not (budget or sizes.same_bits)
+
+    monkeypatch.setattr(ModelSizes, "_records_passes", records_passes)

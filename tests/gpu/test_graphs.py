@@ -54,6 +54,7 @@ PASSES = {
 
 @pytest.mark.slow
 @pytest.mark.first
+@pytest.mark.usefixtures("recorded_passes")
 @pytest.mark.parametrize("kv", ["dense", "split"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 @pytest.mark.parametrize("draft", list(PASSES))
@@ -63,6 +64,8 @@ def test_recorded_passes_change_no_text(tiny, draft: str, family: str, kv: str) 
     prompt = random_ids(BLOCK + 5) * 2
     options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "kv": kv}
     options |= {"dtype": "float32" if kv == "dense" else "bfloat16", **PASSES[draft]}
+    if draft == "tree":
+        options["draft"] = tiny("llama-mqa")[0]
     texts = []
     for graphs in (False, True):
         with Engine.from_pretrained(path, cuda_graphs=graphs, **options) as engine:

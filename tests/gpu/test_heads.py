@@ -38,6 +38,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str
 
 
 @pytest.mark.first
+@pytest.mark.usefixtures("recorded_passes")
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
 @pytest.mark.parametrize(
     ("method", "placement"),

@@ -67,8 +67,10 @@ def moved(original: Callable) -> Callable:
     return move
 
 
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
+def pinned(tensor: torch.Tensor, *_: object) -> torch.Tensor:
     """A copy of a tensor of the host in pinned memory."""
+    if tensor.device.type != "cpu":
+        raise RuntimeError("cannot pin 'torch.cuda' tensors, only dense CPU tensors can be pinned")
     nbytes = tensor.numel() * tensor.element_size()
     raw = torch.from_numpy(machine().pinned.pinned(nbytes))[:nbytes]
     copy = raw.view(tensor.dtype).view(tensor.shape) if nbytes else tensor.clone()

@@ -66,7 +66,7 @@ def simulated(
         stack.enter_context(patch.object(torch, "Generator", Generator))
         stack.enter_context(patch.object(tensor, "to", moved(tensor.to)))
         stack.enter_context(patch.object(tensor, "cuda", moved(tensor.cuda)))
-        stack.enter_context(patch.object(tensor, "pin_memory", lambda it, *_: pinned(it)))
+        stack.enter_context(patch.object(tensor, "pin_memory", pinned))
         stack.enter_context(patch.object(tensor, "is_pinned", _is_pinned(machine)))
         stack.enter_context(patch.object(ctypes, "CDLL", library(ctypes.CDLL)))
         try:

@@ -99,7 +99,7 @@ class RecordedForwards(Generic[Result]):
         states: the state before each token, [n, hidden], if the model is a head
 
         Returns the result of all rows and the tapped hidden states of the tokens' rows, or None.
-        Both are valid until the next call.
+        Both are valid until the next forward of this recorder's, whatever its model.
         """
         kind = size, rows is not None
         forward = self._forwards.get(kind)
@@ -129,18 +129,25 @@ class RecordedForwards(Generic[Result]):
         return _FixedForward(model, self._cache, self._compute, inputs)
 
     def _record(self, forward: _FixedForward[Result], size: int) -> None:
+        why, ranks = "", self._model.ranks
         try:
             warmup.note()
             forward.record(self._recorder)
-            self.recorded += 1
         except RuntimeError as error:
+            why = str(error).splitlines()[0]
+        if ranks.count > 1 and not ranks.least(int(not why)):
+            why = why or "another rank could not"
+        if why:
             # The forward still runs kernel by kernel; it is only slower.
+            forward.forget_recording()
             warnings.warn(
                 f"{self._name}: forwards of {size} tokens are launched kernel by kernel, since "
-                f"recording them failed: {str(error).splitlines()[0]}",
+                f"recording them failed: {why}",
                 RuntimeWarning,
                 stacklevel=2,
             )
+        else:
+            self.recorded += 1
 
 
 class _FixedForward(Generic[Result]):
@@ -177,12 +184,16 @@ class _FixedForward(Generic[Result]):
         batch, embedded, own_states, _ = self.inputs
         count, device = tokens.shape[0], self._model.device
         batch.tokens[:count] = tokens
+        # Padding computes what a real row does: numbers of others may be infinite for it.
+        batch.tokens[count:] = tokens[-1:]
         if embedded is not None:
             embedded.copy_(self._model.embed(batch.tokens))
         if states is not None:
             own_states[:count] = states
+            own_states[count:] = states[-1:]
         if rows is not None:
-            batch.positions[:count] = put(rows.positions, device)
+            there = rows.positions.device == device
+            batch.positions[:count] = rows.positions if there else put(rows.positions, device)
             self._take_rows(rows)
         elif isinstance(positions, int):
             torch.add(self._steps, positions, out=batch.positions)
@@ -197,6 +208,9 @@ class _FixedForward(Generic[Result]):
 
     def record(self, recorder: Recorder) -> None:
         self._replay = recorder.record(self._run)
+
+    def forget_recording(self) -> None:
+        self._replay = None
 
     def _run(self) -> Result:
         batch, embedded, states, taps = self.inputs

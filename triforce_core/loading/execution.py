@@ -139,17 +139,13 @@ class Execution:
         return graphs if self.ranks.count == 1 else bool(self.ranks.least(int(graphs)))
 
     def _records_passes(self, target: Model, recorder: Recorder | None) -> bool:
-        """Whether passes are recorded as long as nothing of them streams, as all ranks agree: what
-        one records has padding. Raises RankError.
+        """Whether passes are recorded, as all ranks agree: recorded passes have padding. Raises
+        RankError.
         """
         plan = self.resolved.memory
-        here = all(layer.where is Where.DEVICE for layer in plan.layers)
-        records = recorder is not None and target.recordable and here
+        records = recorder is not None and target.recordable and not plan.streams
         records = records and plan.requirements.records_passes
-        if self.ranks.count == 1:
-            return records
-        # The KV of one rank must not begin to stream before that of another.
-        return bool(self.ranks.least(int(records and not plan.streams)))
+        return records if self.ranks.count == 1 else bool(self.ranks.least(int(records)))
 
     def _target_ends(self) -> Ends:
         resident = self.resolved.memory.placement.embedding_resident

@@ -20,6 +20,7 @@ from triforce_kernels.weights.block_types import NARROW, BlockType
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import place
+from triforce_offload.plan.requirements import Requirements
 from triforce_offload.weights.formats import DTYPES, ElementType, dtype_name
 
 # Formats of weights of which some are split.
@@ -138,7 +139,7 @@ def _layers_stream(sizes: ModelSizes, config: EngineConfig, room: Room) -> bool:
     if config.placement is not None:
         return bool(config.placement.streamed_layers)
     try:
-        plan = place(sizes.requirements(0), room.device_bytes)
+        plan = place(_needs(sizes), room.device_bytes)
     except DoesNotFitError:
         return True
     needed = plan.device_bytes + plan.host_bytes
@@ -186,12 +187,19 @@ def _lets_kv_stream(sizes: ModelSizes, config: EngineConfig, device_bytes: int) 
     it would not change: whether some KV streams.
     """
     if config.placement is not None:
-        return config.placement.resident_kv_blocks < sizes.requirements(0).kv_blocks
+        return config.placement.resident_kv_blocks < _needs(sizes).kv_blocks
     return _streams(sizes, config, device_bytes)
 
 
+def _needs(sizes: ModelSizes) -> Requirements:
+    """Return the requirements without a retrieval level, and without recorded passes: what streams
+    leaves no memory to them.
+    """
+    return replace(sizes, records_passes=False).requirements(0)
+
+
 def _streams(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool:
-    needs = sizes.requirements(0)
+    needs = _needs(sizes)
     if config.placement is not None:
         return MemoryPlan(needs, config.placement).streams
     try:

@@ -243,9 +243,12 @@ class ModelSizes:
 
     def _records_passes(self, budget: int) -> bool:
         """Whether passes without a retrieval level are recorded. They are not if rows are to keep
-        their bits: attention in recorded forwards was not shown to keep them.
+        their bits: attention in recorded forwards was not shown to keep them. Nor are they without
+        a kernel that ends where the keys do: others read all that there is room for.
         """
-        return self.records_passes and self.graphs and not budget and not self.same_bits
+        may = self.records_passes and self.graphs and self.device.kernels
+        plain = not self.same_bits and self.config.attention.score_cap is None
+        return may and plain and not budget
 
     def _product_bytes(self, tokens: int) -> int:
         """Return the bytes of temporaries of products with weights, without their results."""
@@ -348,6 +351,9 @@ class ModelSizes:
                 rows = LONGEST_RECORDED_HEAD if is_head else LONGEST_RECORDED
                 total += self._graph_bytes(config, rows)
                 total += graph_logits_bytes(config, rows, self.dtype.itemsize)
+                if is_head and config.layers[0].joins.owns_ends:
+                    # Its logits are of all tokens of the model.
+                    total += 4 * rows * self.config.vocab * 4
         if records_passes:
             rows = min(LONGEST_RECORDED, self.max_draft_tokens(budget) + 1)
             total += self._graph_bytes(self.config, rows)

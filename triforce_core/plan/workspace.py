@@ -317,11 +317,11 @@ def graph_bytes(
     config: ModelConfig, tokens: int, itemsize: int, splits: int, text_tokens: int
 ) -> int:
     """Return the bytes that recorded forwards of up to `tokens` tokens keep: the temporaries of the
-    largest, which the others share, and the outputs of all sizes, which are hidden states.
+    largest, which the others share, and inputs and outputs of all sizes, as wide as hidden states.
     """
     temporaries = forward_bytes(config, tokens, itemsize, text_tokens)
     temporaries += running_bytes(config, tokens, splits)
-    return temporaries + 2 * tokens * config.hidden * itemsize
+    return temporaries + 12 * tokens * config.hidden * itemsize
 
 
 def graph_logits_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:

@@ -63,7 +63,7 @@ class Context:
             self.levels = DraftLevels(models, self.sequence, self.tell)
             stack.callback(self.levels.close)
             self.recorded = RecordedPasses(models, self.sequence)
-            stack.callback(self.recorded.release)
+            stack.callback(self.recorded.close)
             self._resources = stack.pop_all()
 
     @property

@@ -69,9 +69,6 @@ class MemoryFallback:
         there is none.
         """
         runtime, sequence = self._models.runtime, context.sequence
-        if context.recorded.release():
-            runtime.memory.trim()
-            return "the kernels of passes are launched one by one"
         if sequence.release_reclaimed():
             return "KV in reclaimed memory streams"
         if runtime.give_up_resident(sequence):

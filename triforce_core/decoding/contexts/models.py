@@ -65,7 +65,7 @@ class Models:
     resources: closes everything
     weights: how the target's weights are kept, see `EngineConfig.weights`
     same_bits: whether the target gives a row the same bits in every forward
-    records_passes: whether passes are recorded as long as nothing of them streams, by all ranks
+    records_passes: whether passes are recorded, by all ranks; none of them streams anything
     """
 
     target: Model

@@ -74,10 +74,9 @@ class RecordedPasses:
             hidden, tapped = self._forwards.run(size, batch.tokens, start, rows, size)
             return hidden[: batch.rows], tapped
 
-    def release(self) -> bool:
-        """Release the recorded passes for good. Return whether there were any."""
-        were, self._forwards, self._applies = self._forwards is not None, None, False
-        return were
+    def close(self) -> None:
+        """Release the recorded passes."""
+        self._forwards, self._applies = None, False
 
     def _new(self) -> RecordedForwards[torch.Tensor]:
         """Return forwards of which none is recorded yet."""

@@ -12,7 +12,7 @@ import torch
 class TreeRows(NamedTuple):
     """Rows of a forward that continue a tree.
 
-    positions: [rows] int64
+    positions: [rows] int64, on the host or on the device that computes
     visible: [rows, drafted] bool: which of the last `drafted` keys each row sees, those of the
         drafted rows and of the forward itself. All rows see the keys before these
     lines: `ForwardBatch.lines` on the host, if there are recurrent layers

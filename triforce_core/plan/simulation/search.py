@@ -119,8 +119,11 @@ def _choose(case: Case) -> Candidate:
         raise shortest_change(case, refused) from refused
     best = _fastest(fitting)
     if rounds and best.plan.budget:
-        # Also try an exact cache: it causes no rejections, but takes twice the bytes.
-        exact, _ = _grid(case, (best.plan.budget,), EXACT)
+        # Also try an exact cache, or a larger one: it causes no rejections, but takes twice the
+        # bytes.
+        most = 2 * best.plan.budget
+        budgets = [each for each in _budgets(case) if best.plan.budget <= each <= most]
+        exact, _ = _grid(case, budgets, EXACT)
         best = _fastest([best, *exact])
     return best
 
