@@ -13,6 +13,8 @@
 #         with MODEL=FILE also texts of a real model
 #     PROCESSOR=1 bash scripts/gpu_check.sh RESULT.json  weights and KV that stream, and what the
 #         processor computes of them (LITTLE=8GB of device memory for the weights)
+#     GRAPHS=1 bash scripts/gpu_check.sh RESULT.json  passes that stream nothing, with and without
+#         CUDA graphs
 #     SIMULATED_GPU=1 bash scripts/gpu_check.sh RESULT.json  every line of it on tiny shapes, without a
 #         GPU, on the test double of tests/simulated_gpu: its figures say nothing
 set -uo pipefail
@@ -57,7 +59,7 @@ part() { # NAME SECONDS COMMAND...: its output is PARTS/NAME.out, its log goes t
 # The simulation runs what is installed already: a test of the suite runs it beside others.
 [[ ${SIMULATED_GPU:-} ]] || $PYTHON -m pip install --quiet --no-deps --no-build-isolation -e . || exit 1
 LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b RECURRENT_SHAPE=qwen3.5-9b LONG=131072 SHORT=8192 REPEATS=3 CALLS=9
-GPU_TESTS=(tests/gpu)
+GPU_TESTS=(tests/gpu) GRAPH_TESTS=(tests/gpu/test_graphs.py tests/gpu/test_heads.py)
 # Those of the processor's kernels need a newer transformers.
 ROW_TESTS=(tests/gpu/test_rows_on_a_gpu.py --all) SAME=(off on)
 FORMATS=("split split" "dense dense" "dense split" "split dense") SHARES=(off auto 0.5 1)
@@ -73,6 +75,7 @@ if [[ ${SIMULATED_GPU:-} ]]; then
     LLAMA2=$PARTS/tiny.json LLAMA3=$PARTS/tiny.json QWEN=$PARTS/tiny.json LONG=512 SHORT=256 MEMORY=2GB LITTLE=2GB
     REPEATS=1 CALLS=1
     GPU_TESTS=(tests/gpu/test_device.py -k "pinned or staged")
+    GRAPH_TESTS=(tests/gpu/test_graphs.py -k garbage)
     # References do not keep the same bits.
     ROW_TESTS=(tests/gpu/test_rows_on_a_gpu.py -k refused) SAME=(off)
     KERNEL_TESTS=(tests/kernels/test_layer.py tests/kernels/test_gather.py)
@@ -118,6 +121,17 @@ if [[ ${SAME_BITS:-} ]]; then
     part rows 150 env TRIFORCE_KERNELS= "${PYTEST[@]}" -m gpu "${ROW_TESTS[@]}"
     [[ ${MODEL:-} ]] && part texts 200 "$PYTHON" scripts/checks same_bits --device cuda:0 \
         --model "$MODEL" --prompts 5 --tokens 64 --result "$PARTS/texts.json"
+    exit $FAILED
+fi
+if [[ ${GRAPHS:-} ]]; then
+    for model in "llama3.1-8b $LLAMA3" "qwen3.5-9b $RECURRENT_SHAPE"; do
+        read -r name shape <<<"$model"
+        for how in "" --no-graphs; do
+            part "$name, ${how:-with graphs}" 100 "${BENCH[@]}" --dtype bfloat16 --shape "$shape" \
+                --context $SHORT --repeats $CALLS --tests pass,decode --weights dense --kv dense $how
+        done
+    done
+    part tests 130 "${PYTEST[@]}" -m gpu "${GRAPH_TESTS[@]}"
     exit $FAILED
 fi
 if [[ ${PROCESSOR:-} ]]; then
