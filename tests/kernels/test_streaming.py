@@ -75,8 +75,9 @@ def chunked(x: torch.Tensor, case: Case, filler: float) -> torch.Tensor:
 def run(
     case: Case, query, keys, values, *, scored=False, visible=None, calls=(1,), cap=None, behind=0
 ):
-    """Blocks in calls of so many, the rest at once, then the tail; and the scores, if asked.
+    """Blocks in calls, then the tail; and the scores, if asked.
 
+    calls: number of blocks in each call before the last, which has the rest
     behind: number of keys behind those of the queries, where only the device knows the end
     """
     many = case.blocks * case.block

@@ -18,6 +18,7 @@ from triforce_core.model.transformer import Model
 from triforce_kernels import warmup
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.graphs import Recorder, Run
+from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.fixed import FixedCache
 from triforce_offload.memory.device import put
 from triforce_offload.weights.store import Weights
@@ -31,6 +32,14 @@ Result = TypeVar("Result")
 def padded(tokens: int) -> int:
     """Return the size of the recorded forward for `tokens` tokens, a power of two."""
     return 1 << (tokens - 1).bit_length()
+
+
+def fits(kv: DenseKV, size: int, rows: TreeRows | None, drafted: int) -> bool:
+    """Return whether a forward of `size` rows has room behind the KV, and, if it continues a tree,
+    whether rows of the tree and padding are at most `drafted`.
+    """
+    columns = 0 if rows is None else rows.visible.shape[1] + size - len(rows.visible)
+    return kv.has_room(size) and columns <= drafted
 
 
 class Inputs(NamedTuple):
@@ -51,8 +60,6 @@ class RecordedForwards(Generic[Result]):
     """Forwards of a model over a cache, one of each size, with padding behind the real rows.
 
     Eager and recorded forwards compute the same values, up to rounding.
-
-    recorded: number of forwards recorded so far
     """
 
     def __init__(
@@ -71,7 +78,6 @@ class RecordedForwards(Generic[Result]):
         taps: layers of which each forward keeps the input, see `Taps`
         has_states: whether the model is a head, whose rows have states
         """
-        self.recorded = 0
         self._model = model
         self._cache = cache
         self._compute = compute
@@ -92,14 +98,14 @@ class RecordedForwards(Generic[Result]):
     ) -> tuple[Result, torch.Tensor | None]:
         """Run tokens [n] as a forward of `size` rows.
 
-        positions: of the tokens, [n], or that of the first, whom the others follow; ignored if
+        positions: of the tokens, [n], or that of the first, which the others follow; ignored if
             `rows` says them
         rows: positions of the tokens, and what each sees, if they are in a tree
         drafted: number of keys that rows of a tree may not see, their own included
         states: the state before each token, [n, hidden], if the model is a head
 
         Returns the result of all rows and the tapped hidden states of the tokens' rows, or None.
-        Both are valid until the next forward of this recorder's, whatever its model.
+        Both are valid until the next forward that has the same recorder.
         """
         kind = size, rows is not None
         forward = self._forwards.get(kind)
@@ -146,8 +152,6 @@ class RecordedForwards(Generic[Result]):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        else:
-            self.recorded += 1
 
 
 class _FixedForward(Generic[Result]):
@@ -184,7 +188,7 @@ class _FixedForward(Generic[Result]):
         batch, embedded, own_states, _ = self.inputs
         count, device = tokens.shape[0], self._model.device
         batch.tokens[:count] = tokens
-        # Padding computes what a real row does: numbers of others may be infinite for it.
+        # Padding repeats the last token: its keys and values are as finite as those of real rows.
         batch.tokens[count:] = tokens[-1:]
         if embedded is not None:
             embedded.copy_(self._model.embed(batch.tokens))

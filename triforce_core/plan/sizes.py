@@ -343,8 +343,10 @@ class ModelSizes:
 
     def _recorded_bytes(self, budget: int) -> int:
         """Return the bytes that the recorded forwards of one sequence keep."""
+        if not self.graphs:
+            return 0
         total, records_passes = 0, self._records_passes(budget)
-        for config in (self.config if budget else None, self.drafter) if self.graphs else ():
+        for config in (self.config if budget else None, self.drafter):
             is_head = config is not None and config.layers[0].joins is not None
             # A head is recorded beside other forwards only: where passes stream, little is gained.
             if config and (budget or records_passes or not is_head):

@@ -66,7 +66,7 @@ def test_recorded_passes_change_no_text(tiny, family: str, draft: str) -> None:
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "qwen3_5", "lfm2", "granite4-h"])
 def test_recorded_passes_compute_what_eager_ones_do(tiny, family: str) -> None:
-    """Chains and trees of random sizes, of which any path is kept, over some blocks."""
+    """Chains and random trees, of which any path is kept, over some blocks."""
     path, twin = tiny(family)
     bound = 2 * forward_bound(twin, 200).logits
     recorder, draw = ReplayRecorder(), random.Random(family)
@@ -151,7 +151,7 @@ def test_a_pass_is_recorded_anew_where_blocks_have_moved(tiny, monkeypatch) -> N
         assert recorded == 1 + (len(PROMPT) + 37) // BLOCK - len(PROMPT) // BLOCK
         again = ours.generate(PROMPT, greedy(40)).token_ids
         assert_equal_but_for_ties(twin, PROMPT, again, expected)
-    # The check of addresses is what keeps texts right: without it this test fails.
+    # Without the check of addresses the text is another one.
     monkeypatch.setattr(KVStore, "addresses", lambda self: torch.zeros(1))
     with engine(path, ReplayRecorder(), **DRAFTS["none"]) as ours:
         assert ours.generate(PROMPT, greedy(40)).token_ids != expected

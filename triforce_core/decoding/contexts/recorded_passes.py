@@ -33,11 +33,10 @@ class RecordedPasses:
         self._addresses: torch.Tensor | None = None
         self._taps: tuple[int, ...] = ()
         self._all_here = False
-        self._applies = models.records_passes
 
     def fits(self, rows: int) -> bool:
-        """Whether a pass over so many rows may run here."""
-        if not self._applies or rows > LONGEST_RECORDED:
+        """Whether a pass over this number of rows may run here."""
+        if not self._models.records_passes or rows > LONGEST_RECORDED:
             return False
         store = self._sequence.kv
         if store.version != self._version:
@@ -76,7 +75,7 @@ class RecordedPasses:
 
     def close(self) -> None:
         """Release the recorded passes."""
-        self._forwards, self._applies = None, False
+        self._forwards = None
 
     def _new(self) -> RecordedForwards[torch.Tensor]:
         """Return forwards of which none is recorded yet."""

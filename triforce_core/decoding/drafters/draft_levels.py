@@ -222,7 +222,7 @@ def make_drafter(models: Models, tell: Callable[[calls.ContextCall], None]) -> D
         # Ranks have parts of a head that they divide; other heads are on the first rank alone.
         tell = calls.silent if small.joins.owns_ends else tell
         weights = ResidentWeights(small.store)
-        # See `ModelSizes`.
+        # Plans have memory for recordings of a head beside those of other forwards alone.
         recorder = models.recorder if models.budget or models.records_passes else None
         return HeadDrafter(small.model, weights, kv, runtime.trace, tell, release, recorder)
     cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)

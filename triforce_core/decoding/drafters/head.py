@@ -13,7 +13,7 @@ from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import limited
 from triforce_core.decoding.drafters.drafted_rows import DraftedRows, TreeRows
 from triforce_core.decoding.drafters.model_proposer import ModelProposer
-from triforce_core.decoding.recorded import Inputs, RecordedForwards, padded
+from triforce_core.decoding.recorded import Inputs, RecordedForwards, fits, padded
 from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.heads.head import After, Head
 from triforce_core.params import SamplingParams
@@ -86,9 +86,10 @@ class HeadDrafter:
         self._end = 0
         # Index of each row of a tree among the drafted rows.
         self._ran_rows: dict[int, int] = {}
+        # Rows of the largest tree, with padding.
+        self._most_rows = self.most + LONGEST_RECORDED_HEAD
         self._recorded: RecordedForwards[After] | None = None
         if recorder is not None and head.recordable:
-            self._columns = self.most + LONGEST_RECORDED_HEAD
             cache = FixedDense(kv, head.device)
             self._recorded = RecordedForwards(
                 *(head, cache, _forwards_of(head, weights, cache), recorder, "head"),
@@ -228,16 +229,13 @@ class HeadDrafter:
         tokens, positions, states, rows = pairs
         count = len(tokens)
         asked, size = slice(count - 1 if last else 0, count), padded(count)
-        if self._recorded and size <= LONGEST_RECORDED_HEAD and self._has_room(size, rows):
-            after, _ = self._recorded.run(size, tokens, positions, rows, self._columns, states)
+        room = size <= LONGEST_RECORDED_HEAD and fits(self._kv, size, rows, self._most_rows)
+        if self._recorded and room:
+            after, _ = self._recorded.run(size, tokens, positions, rows, self._most_rows, states)
             return After(after.state[asked].clone(), after.logits[asked])
         visible = None if rows is None else put(rows.visible, self.device, torch.bool)
         batch = ForwardBatch(tokens, positions, drafted=visible)
         return self._head.after(self._head.run(batch, states, self._weights, self._kv)[asked])
-
-    def _has_room(self, size: int, rows: TreeRows | None) -> bool:
-        columns = 0 if rows is None else rows.visible.shape[1] + size - len(rows.visible)
-        return self._kv.has_room(size) and columns <= self._columns
 
     def _of_text(self, tokens: torch.Tensor, start: tuple[int, ...]) -> _Pairs:
         """Return pairs of the text."""

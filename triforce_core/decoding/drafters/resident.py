@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
-from triforce_core.decoding.recorded import RecordedForwards, forwards_of, padded
+from triforce_core.decoding.recorded import RecordedForwards, fits, forwards_of, padded
 from triforce_core.model.transformer import Model
 from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_offload.forward_batch import ForwardBatch
@@ -101,7 +101,8 @@ class ResidentModel:
     ) -> torch.Tensor:
         count = tokens.shape[0]
         size = padded(count)
-        if self._recorded and size <= LONGEST_RECORDED and self._has_room(size, rows):
+        room = size <= LONGEST_RECORDED and fits(self.kv, size, rows, self._drafted)
+        if self._recorded and room:
             out, self.tapped = self._recorded.run(size, tokens, position, rows, self._drafted)
             return out[count - 1 : count] if last else out[:count]
         batch = _batch(tokens, position, rows)
@@ -109,11 +110,6 @@ class ResidentModel:
         hidden = self._model.forward(batch, self._weights, self.kv, taps=taps)
         self.tapped = taps and taps.states
         return self._model.logits(hidden[-1:] if last else hidden)
-
-    def _has_room(self, size: int, rows: TreeRows | None) -> bool:
-        padding = 0 if rows is None else size - len(rows.visible)
-        fits = rows is None or rows.visible.shape[1] + padding <= self._drafted
-        return fits and self.kv.has_room(size)
 
 
 def _batch(tokens: torch.Tensor, position: int, rows: TreeRows | None) -> ForwardBatch:
