@@ -124,6 +124,11 @@ _PATHS: dict[str, tuple[str, ...]] = {
         "weights.split_bf16_triton.matmul",
         "host.weights.split_matmul",
     ),
+    "join_fp8": (
+        "weights.split_fp8.reference_join",
+        "weights.split_fp8_triton.join",
+        "host.weights.join_fp8",
+    ),
     "high_bits_matmul": (
         "weights.high_bits.reference_matmul",
         "weights.high_bits_triton.matmul",

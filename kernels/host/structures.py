@@ -111,6 +111,15 @@ class KVBlock(ctypes.Structure):
     )
 
 
+class JoinedFP8(ctypes.Structure):
+    """`JoinedFP8` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("high", "bases", "low", "starts", "out")),
+        *((name, _Long) for name in ("rows", "blocks", "room")),
+    )
+
+
 class Norm(ctypes.Structure):
     """`Norm` of `source/host.h`."""
 
@@ -183,6 +192,7 @@ STRUCTURES = (
         Choice,
         Attention,
         KVBlock,
+        JoinedFP8,
         Norm,
         Gate,
         Call,
@@ -200,8 +210,8 @@ FORMATS = {
     for number, name in enumerate(
         (
             *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-            *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "F8_E4M3"),
-            *("SPLIT_BF16", "HIGH_BF16", "INT4", "INT3"),
+            *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
+            *("F8_E4M3", "F8_HIGH", "SPLIT_BF16", "HIGH_BF16", "INT4", "INT3"),
         )
     )
 }

@@ -13,14 +13,15 @@ import torch
 
 from triforce_kernels.checks import require
 from triforce_kernels.host.library import library
-from triforce_kernels.host.structures import DENSE, FORMATS, Product, Weight
+from triforce_kernels.host.structures import DENSE, FORMATS, JoinedFP8, Product, Weight
 from triforce_kernels.limits import FEW_ROWS
-from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.block_types import F8_E4M3, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.integers import IntegerWeight
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, reference_decode
 from triforce_kernels.weights.split_experts import SplitExpertsWeight
+from triforce_kernels.weights.split_fp8 import SplitFP8Weight, reference_join
 from triforce_kernels.weights.stored import StoredWeight
 
 
@@ -73,6 +74,18 @@ def high_bits_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
     return _product(x, weight)
 
 
+def join_fp8(weight: SplitFP8Weight) -> torch.Tensor:
+    """`split_fp8.join`."""
+    (rows, blocks), room = weight.bases.shape, len(weight.low)
+    if rows and room < 2:
+        return reference_join(weight)
+    out = torch.empty(rows, blocks * F8_E4M3.nbytes, dtype=torch.uint8)
+    parts = (weight.data, weight.bases, weight.low, weight.starts, out)
+    call = JoinedFP8(*(part.data_ptr() for part in parts), rows, blocks, room)
+    library().triforce_join_fp8(ctypes.byref(call), torch.get_num_threads())
+    return out
+
+
 def integer_matmul(x: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
     """`integers.integer_matmul`."""
     return _product(x, weight)
@@ -84,6 +97,11 @@ def weight_struct(weight: torch.Tensor | StoredWeight) -> Weight:
     the weight must outlive it. Raise TypeError for other formats.
     """
     raise TypeError(f"no kernel of the processor multiplies by a {type(weight).__name__}")
+
+
+def has_struct(weight: torch.Tensor | StoredWeight) -> bool:
+    """Return whether `weight_struct` takes a weight."""
+    return weight_struct.dispatch(type(weight)) is not weight_struct.dispatch(object)
 
 
 @weight_struct.register

@@ -16,7 +16,10 @@ from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.stored import StoredWeight
 
 # Types that kernels decode, on a GPU and on a CPU.
-FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3", "MXFP4")
+FUSED = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
+    *("F8_E4M3", "F8_HIGH"),
+)
 _BY = {
     TRITON: frozenset(FUSED),
     HOST: frozenset((*FUSED, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "BF16", "F16")),
@@ -172,6 +175,23 @@ def _f8_e4m3(blocks: torch.Tensor) -> torch.Tensor:
     return numbers * blocks[:, 128:].contiguous().view(torch.float32)
 
 
+def _f8_high(blocks: torch.Tensor) -> torch.Tensor:
+    codes, signs = f8_high_parts(blocks)
+    levels = torch.tensor(F8_LEVELS, device=blocks.device)[codes.int()]
+    scales = blocks[:, :4].contiguous().view(torch.float32)
+    return torch.where(signs == 1, -levels, levels) * scales
+
+
+def f8_high_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the code of each number of blocks of F8_HIGH [..., 84], and its sign, 0 or 1: [...,
+    128] uint8 each (`split_fp8`).
+    """
+    bit = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    signs = (blocks[..., 4:20].unsqueeze(-1) >> bit & 1).flatten(-2)
+    halves = blocks[..., 20:].unflatten(-1, (2, 1, 32))
+    return torch.cat((halves & 15, halves >> 4), -2).flatten(-3), signs
+
+
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     """Numbers are twice those that the format defines, and scales half of them, so that the
     smallest scale is a normal number.
@@ -181,12 +201,15 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(doubled, blocks[:, :1].int() - 128)
 
 
+# What the codes of F8_HIGH stand for.
+F8_LEVELS = [2.0, 6, 9, 13, 17, 21, 25, 29, 34, 42, 50, 58, 68, 84, 100, 116]
 _DOUBLED = [0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 # Block types that transformers does not decode.
 _OWN = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "F8_E4M3": _f8_e4m3,
+    "F8_HIGH": _f8_high,
     "MXFP4": _mxfp4,
     "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
     "F16": lambda blocks: blocks.view(torch.float16).float(),

@@ -20,7 +20,7 @@ from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 # Blocks of these types begin at multiples of 4 bytes, and all others at even addresses.
-_BEGIN_AT_FOURS = ("Q4_K", "Q5_K", "F8_E4M3")
+_BEGIN_AT_FOURS = ("Q4_K", "Q5_K", "F8_E4M3", "F8_HIGH")
 # Steps that one program of `decode` processes.
 _STEPS = 4
 # Layout of the numbers of a step: bytes of quants, and steps per block.
@@ -32,6 +32,7 @@ _SHAPES = {
     "Q8_0": (16, 1),
     "MXFP4": (16, 1),
     "F8_E4M3": (32, 2),
+    "F8_HIGH": (32, 2),
     "Q4_K": (32, 4),
     "Q5_K": (32, 4),
     "Q6_K": (32, 4),
@@ -60,6 +61,16 @@ def _four(code):
     exponent, mantissa = (code >> 1) & 3, code & 1
     size = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
     return tl.where(code >= 8, -size.to(tl.float32), size.to(tl.float32))
+
+
+@triton.jit
+def _level(code, signs, byte):
+    """Return what codes of F8_HIGH stand for (`blocks.F8_LEVELS`). signs: place of their bits"""
+    low, octave = code & 3, code >> 2
+    first = 4 * low + tl.where(low < 2, 2, 1)
+    size = tl.where(octave == 0, first, (4 * low + 17) << tl.maximum(octave - 1, 0))
+    sign = (tl.load(signs + (byte // 8)[None, :]).to(tl.int32) >> (byte % 8)[None, :]) & 1
+    return tl.where(sign == 1, -size, size).to(tl.float32)
 
 
 @triton.jit
@@ -142,6 +153,12 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
         scale = _single(block + 128)[:, None]
         start += part * 64
         low, high = _eight(place) * scale, _eight(place + BYTES) * scale
+    elif KIND == "F8_HIGH":
+        both = tl.load(block[:, None] + 20 + part * 32 + byte[None, :]).to(tl.int32)
+        signs, scale = block[:, None] + 4 + part * 8, _single(block)[:, None]
+        start += part * 64
+        low = _level(both & 15, signs, byte) * scale
+        high = _level(both >> 4, signs + 4, byte) * scale
     elif KIND == "Q6_K":
         # Each half of 128 numbers has 64 bytes of low bits, and 32 bytes with the upper two bits.
         half, quarter = part // 2, part % 2

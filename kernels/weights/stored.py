@@ -8,6 +8,8 @@ from typing import ClassVar, Self, TypeGuard
 
 import torch
 
+from triforce_kernels.weights.block_types import BlockType
+
 
 class StoredWeight(ABC):
     """A matrix [out, in] that is not stored as a dense tensor."""
@@ -59,10 +61,14 @@ def is_split(weight: torch.Tensor | StoredWeight) -> TypeGuard[SplitWeight]:
 
 class SplitWeight(StoredWeight):
     """A matrix of numbers that are split into high and low bits: read exactly, or by the high bits
-    alone. dtype: dtype of the numbers
+    alone.
+
+    dtype: dtype of the numbers
+    kind: the block type in which a matrix is written; None if it is dense
     """
 
     dtype: ClassVar[torch.dtype]
+    kind: ClassVar[BlockType | None] = None
 
     def parts(self, step: int) -> Iterator[tuple[int, SplitWeight]]:
         """Yield up to `step` rows at a time, each time with the index of the first: parts that can
@@ -77,4 +83,6 @@ class SplitWeight(StoredWeight):
 
     @abstractmethod
     def write(self, matrix: torch.Tensor) -> None:
-        """Split a matrix [out, in] into this one's parts. Raise ValueError."""
+        """Split a matrix [out, in], or its blocks [out, bytes of a row], into this one's parts.
+        Raise ValueError.
+        """

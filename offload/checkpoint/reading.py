@@ -86,7 +86,14 @@ def _read_split(
     unit = len(order) if order else 1
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1] // unit) * unit
     for first, part in into.parts(step):
-        dense = torch.empty(part.shape, dtype=into.dtype)
-        _read(source.read, name, dense, Corner(corner.row + first, corner.column), columns)
-        _reorder(dense, order)
-        part.write(dense)
+        begin = Corner(corner.row + first, corner.column)
+        if into.kind is None:
+            numbers = torch.empty(part.shape, dtype=into.dtype)
+            _read(source.read, name, numbers, begin, columns)
+        else:
+            rows, row_bytes = part.shape[0], into.kind.row_bytes(part.shape[1])
+            numbers = torch.empty(rows, row_bytes, dtype=torch.uint8)
+            block = into.kind.elements, into.kind.nbytes
+            _read(source.read_blocks, name, numbers, begin, columns, block)
+        _reorder(numbers, order)
+        part.write(numbers)

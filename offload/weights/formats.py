@@ -9,18 +9,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from triforce_kernels import limits
 from triforce_kernels.weights.block_types import BlockType
 
 if TYPE_CHECKING:
     import torch
 
     from triforce_kernels.weights.blocks import BlockWeight
-    from triforce_kernels.weights.high_bits import HighBitsWeight
     from triforce_kernels.weights.integers import IntegerWeight
     from triforce_kernels.weights.linear import StackedWeight, Weight
-    from triforce_kernels.weights.split_bf16 import SplitBF16Weight
-    from triforce_kernels.weights.split_experts import SplitExpertsWeight
 
 # Bytes. With equal alignment everywhere, vectorised kernels give bitwise equal results at any
 # placement.
@@ -57,7 +53,8 @@ class Read(Enum):
 
     AS_STORED: no decoding
     SPLIT_BF16: all bits of split bfloat16
-    HIGH: high bits alone
+    SPLIT_FP8: all bits of split FP8
+    HIGH: high bits of bfloat16 alone
     GROUPS: groups of 4-bit numbers
     SMALL_GROUPS: groups of 3-bit numbers
     BLOCKS: blocks of a few bits a number, of GGUF and FP8
@@ -65,6 +62,7 @@ class Read(Enum):
 
     AS_STORED = "as stored"
     SPLIT_BF16 = "split bf16"
+    SPLIT_FP8 = "split fp8"
     HIGH = "high bits"
     GROUPS = "groups"
     SMALL_GROUPS = "small groups"
@@ -237,132 +235,60 @@ class Groups(Format):
 
 
 @dataclass(frozen=True)
-class SplitBF16(Matrix):
-    """A bfloat16 matrix with an even number of columns, in 12 bits per number and room for
-    exceptions (`triforce_kernels.weights.split_bf16`). Its high bits can be computed with alone;
-    its low bits may be elsewhere.
-    """
+class Stack(Format):
+    """Matrices of different formats, one above the other."""
 
-    read: ClassVar[Read] = Read.SPLIT_BF16
-    draft_read: ClassVar[Read] = Read.HIGH
-    split: ClassVar[bool] = True
-    multiplies_experts: ClassVar[bool] = True
+    draft_read: ClassVar[Read] = Read.BLOCKS
+
+    parts: tuple[Format, ...]
+
+    @property
+    def read(self) -> Read:  # type: ignore[override]
+        return Read.SPLIT_FP8 if self.split else Read.BLOCKS
+
+    @property
+    def split(self) -> bool:  # type: ignore[override]
+        return any(part.split for part in self.parts)
 
     @property
     def nbytes(self) -> int:
         return self.high_bytes + self.low_bytes
 
     @property
-    def draft_bytes(self) -> int:
-        return self.rows * self.columns
-
-    @property
     def high_bytes(self) -> int:
-        """Size without the low bits."""
-        return sum(map(aligned, self._high_sizes))
+        return sum(aligned(part.high_bytes) for part in self.parts)
 
     @property
     def low_bytes(self) -> int:
-        """Size of the low bits, which only passes read."""
-        return aligned(self.rows * self.columns // 2)
-
-    def view(self, buffer: torch.Tensor) -> SplitBF16Weight:
-        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes :])
-
-    def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitBF16Weight:
-        import torch
-
-        from triforce_kernels.weights.split_bf16 import SplitBF16Weight
-
-        numbers, base, places, patterns, starts = self._high_parts(high)
-        return SplitBF16Weight(
-            numbers.view(self.rows, -1),
-            base,
-            low[: self.rows * self.columns // 2].view(self.rows, -1),
-            places.view(torch.int32),
-            patterns.view(torch.int16),
-            starts.view(torch.int32),
-        )
-
-    def high(self, buffer: torch.Tensor) -> HighBitsWeight:
-        from triforce_kernels.weights.high_bits import HighBitsWeight
-
-        high, base, *_ = self._high_parts(buffer)
-        return HighBitsWeight(high.view(self.rows, -1), base)
-
-    def _high_parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        parts, start = [], 0
-        for size in self._high_sizes:
-            parts.append(buffer[start : start + size])
-            start += aligned(size)
-        return parts
+        return sum(aligned(part.low_bytes) for part in self.parts)
 
     @property
-    def _high_sizes(self) -> tuple[int, ...]:
-        """Bytes of the high bits, the base exponents, the exceptions' places, their patterns, and
-        the index of the first exception of each group of rows.
-        """
-        numbers = self.rows * self.columns
-        room = -(-numbers // limits.NUMBERS_OF_AN_EXCEPTION) + limits.LEAST_EXCEPTIONS
-        starts = -(-self.rows // limits.ROWS_OF_A_START) + 1
-        return numbers, self.rows, 4 * room, 2 * room, 4 * starts
-
-
-@dataclass(frozen=True)
-class SplitExperts(Format):
-    """Matrices of experts, one above the other, each split for itself: the bytes of an expert
-    follow one another, so that it can be away alone (`triforce_kernels.weights.split_experts`).
-    """
-
-    read: ClassVar[Read] = Read.SPLIT_BF16
-    draft_read: ClassVar[Read] = Read.SPLIT_BF16
-    multiplies_experts: ClassVar[bool] = True
-    experts_apart: ClassVar[bool] = True
-
-    count: int
-    each: SplitBF16
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.each.nbytes
-
-    def of_share(self, part: int, whole: int) -> SplitExperts:
-        return replace(self, count=self.count * part // whole)
-
-    def decoded(self) -> Iterator[Matrix]:
-        yield self.each
-
-    def view(self, buffer: torch.Tensor) -> SplitExpertsWeight:
-        from triforce_kernels.weights.split_experts import SplitExpertsWeight
-
-        first = self.each.view(buffer[: self.each.nbytes])
-        return SplitExpertsWeight.of(first, self.count, self.each.nbytes)
-
-
-@dataclass(frozen=True)
-class Stack(Format):
-    """Matrices of different formats, one above the other."""
-
-    read: ClassVar[Read] = Read.BLOCKS
-    draft_read: ClassVar[Read] = Read.BLOCKS
-
-    parts: tuple[Dense | Blocks, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(aligned(part.nbytes) for part in self.parts)
+    def draft_bytes(self) -> int:
+        return sum(part.draft_bytes for part in self.parts)
 
     def decoded(self) -> Iterator[Matrix]:
         for part in self.parts:
             yield from part.decoded()
 
     def view(self, buffer: torch.Tensor) -> StackedWeight:
+        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes :])
+
+    def joined(self, high: torch.Tensor, low: torch.Tensor) -> StackedWeight:
         from triforce_kernels.weights.linear import StackedWeight
 
-        views, start = [], 0
+        views = []
         for part in self.parts:
-            views.append(part.view(buffer[start : start + part.nbytes]))
-            start += aligned(part.nbytes)
+            views.append(part.joined(high, low))
+            high, low = high[aligned(part.high_bytes) :], low[aligned(part.low_bytes) :]
+        return StackedWeight(tuple(views))
+
+    def high(self, buffer: torch.Tensor) -> StackedWeight:
+        from triforce_kernels.weights.linear import StackedWeight
+
+        views = []
+        for part in self.parts:
+            views.append(part.high(buffer))
+            buffer = buffer[aligned(part.high_bytes) :]
         return StackedWeight(tuple(views))
 
 

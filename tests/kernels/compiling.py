@@ -58,7 +58,7 @@ from triforce_kernels.weights.split_bf16 import decode as decode_split
 from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmul
 from triforce_kernels.weights.tiles import Tiles
 from triforce_offload.kv.shape import SplitBlockLayout
-from triforce_offload.weights.formats import SplitBF16, SplitExperts
+from triforce_offload.weights.split_formats import SplitBF16, SplitExperts
 
 
 class Compiled(NamedTuple):

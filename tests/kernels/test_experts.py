@@ -26,7 +26,7 @@ from triforce_kernels.weights.linear import Weight, dense_rows, rows_of
 from triforce_kernels.weights.split_bf16 import encode
 from triforce_kernels.weights.split_experts import SplitExpertsWeight
 from triforce_kernels.weights.tiles import Tiles
-from triforce_offload.weights.formats import SplitBF16, SplitExperts
+from triforce_offload.weights.split_formats import SplitBF16, SplitExperts
 
 
 def numbers(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs the compiled kern
 MAKES = found.makes(LIBRARY) if LIBRARY else []
 KINDS = [ALL_TYPES[name] for name in structures.FORMATS if name in ALL_TYPES]
 # Where the half-precision numbers of a block are, whose exponents random bits would make too large.
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": (), "F8_E4M3": ()}
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+HALVES |= dict.fromkeys(("MXFP4", "F8_E4M3", "F8_HIGH"), ())
 HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
 
 
@@ -50,6 +51,8 @@ def random_blocks(kind: BlockType, rows: int, columns: int, seed: int = 0) -> to
     elif kind.name == "F8_E4M3":
         data[..., 128:] = torch.rand(*shape[:2], 1, generator=generator).view(torch.uint8)
         data[..., :128] &= 0xF7
+    elif kind.name == "F8_HIGH":
+        data[..., :4] = torch.rand(*shape[:2], 1, generator=generator).view(torch.uint8)
     for place in HALVES.get(kind.name, (0,) if kind.elements > 1 else ()):
         data[..., place + 1] &= 0xBB
     if kind.name == "MXFP4":

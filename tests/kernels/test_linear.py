@@ -14,8 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.limits import DECODE_BYTES
-from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3
+from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3, F8_HIGH
 from triforce_kernels.weights.blocks import (
+    F8_LEVELS,
     FUSED,
     BlockWeight,
     NoDecoderError,
@@ -29,11 +30,13 @@ ROWS, COLUMNS = 70, 512
 
 
 def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, torch.Tensor]:
-    """A random weight in a block type, and the numbers that the gguf package finds in it, or that
-    torch finds in FP8.
+    """A random weight in a block type, and the numbers that the gguf package finds in it, that
+    torch finds in FP8, or that stand for its high bits.
     """
     if name == F8_E4M3.name:
         return eights(rows)
+    if name == F8_HIGH.name:
+        return high_bits(rows)
     if not can_decode(BLOCK_TYPES[name], torch.device("cpu")):
         pytest.skip(f"this version of transformers does not decode {name}")
     kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
@@ -56,6 +59,22 @@ def eights(rows: int) -> tuple[BlockWeight, torch.Tensor]:
     return weight, numbers * scales.repeat_interleave(128, 1)
 
 
+def high_bits(rows: int) -> tuple[BlockWeight, torch.Tensor]:
+    """Random codes and signs, number by number."""
+    generator = torch.Generator().manual_seed(4)
+    count = COLUMNS // 128
+    scales = torch.rand(rows, count, 1, generator=generator)
+    rest = torch.randint(0, 256, (rows, count, 80), generator=generator, dtype=torch.uint8)
+    data = torch.cat((scales.view(torch.uint8), rest), 2)
+    numbers = torch.empty(rows, count, 128)
+    for i in range(128):
+        codes = rest[..., 16 + i // 64 * 32 + i % 32] >> (4 * (i // 32 % 2)) & 15
+        negative = rest[..., i // 8] >> i % 8 & 1
+        numbers[..., i] = torch.tensor(F8_LEVELS)[codes.int()] * (1 - 2 * negative.float())
+    numbers *= scales
+    return BlockWeight(data.flatten(1).to(DEVICE), F8_HIGH, COLUMNS), numbers.flatten(1)
+
+
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
     kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
@@ -66,7 +85,7 @@ def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", [*BLOCK_TYPES, F8_E4M3.name])
+@pytest.mark.parametrize("name", [*BLOCK_TYPES, F8_E4M3.name, F8_HIGH.name])
 def test_decoded_numbers_are_those_of_the_gguf_package(backend, name: str) -> None:
     weight, expected = blocks(name, ROWS if backend == REFERENCE else 5)
     assert weight.shape == expected.shape

@@ -25,7 +25,7 @@ from triforce_kernels.weights.split_bf16 import (
     joined_at_once,
     split_matmul,
 )
-from triforce_offload.weights.formats import SplitBF16
+from triforce_offload.weights.split_formats import SplitBF16
 
 ROWS, COLUMNS = 24, 96
 

@@ -9,7 +9,7 @@ from exactness import DEVICE
 from triforce_kernels.weights.linear import dense_rows
 from triforce_kernels.weights.split_bf16 import EXCEPTION, SplitError
 from triforce_kernels.weights.split_experts import SplitExpertsWeight
-from triforce_offload.weights.formats import SplitBF16, SplitExperts
+from triforce_offload.weights.split_formats import SplitBF16, SplitExperts
 
 COUNT, ROWS, COLUMNS = 5, 40, 96
 FORMAT = SplitExperts(COUNT, SplitBF16(ROWS, COLUMNS))

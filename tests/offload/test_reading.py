@@ -10,7 +10,7 @@ from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.linear import dense_rows
 from triforce_offload.checkpoint.reading import read_into
 from triforce_offload.checkpoint.source import WHOLE, Corner
-from triforce_offload.weights.formats import SplitBF16
+from triforce_offload.weights.split_formats import SplitBF16
 
 Q8_0 = ALL_TYPES["Q8_0"]
 

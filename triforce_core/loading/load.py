@@ -78,9 +78,9 @@ def load(
                 raise
             unsplit |= error.names
             which, count = min(unsplit), len(unsplit)
-            kept = f"{count} matrices are kept dense, {which} among them"
+            kept = f"{count} matrices are not split, {which} among them"
             warnings.warn(
-                f"{kept if count > 1 else f'{which} is kept dense'}, with more exceptions than "
+                f"{kept if count > 1 else f'{which} is not split'}, with more exceptions than "
                 "the split format has room for; the model is read once more",
                 RuntimeWarning,
                 stacklevel=2,

@@ -16,7 +16,7 @@ from triforce_core.model.norms import Norm
 from triforce_kernels.dispatch import HOST, backend
 from triforce_kernels.host.layer import Operation
 from triforce_kernels.host.sequence import Rows, Sequence
-from triforce_kernels.host.weights import computes
+from triforce_kernels.host.weights import computes, has_struct
 from triforce_kernels.weights.linear import Weight, matrices
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.weights.layouts import Views
@@ -175,4 +175,4 @@ def _fits(matrix: Weight) -> bool:
         return False
     if isinstance(matrix, torch.Tensor):
         return computes(matrix.dtype) and matrix.stride(1) == 1
-    return matrix.small_batch_matmul() is not None
+    return matrix.small_batch_matmul() is not None and has_struct(matrix)

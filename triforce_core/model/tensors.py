@@ -13,7 +13,7 @@ from triforce_core.model.feed_forward import EXPERT_PARTS, EXPERT_TENSORS
 from triforce_core.model.layers import FLOAT32_PARTS, LinearAttention, ShortConv
 from triforce_core.model.sharing.share import Pieces
 from triforce_kernels import limits
-from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.block_types import F8_E4M3, BlockType
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import StateShape
 from triforce_offload.kv.windows.shape import WindowShape
@@ -24,11 +24,11 @@ from triforce_offload.weights.formats import (
     Format,
     Groups,
     Read,
-    SplitBF16,
-    SplitExperts,
+    dtype_name,
     matrix,
 )
 from triforce_offload.weights.layouts import FlatLayout
+from triforce_offload.weights.split_formats import SplitBF16, SplitExperts, when_split
 
 # Columns of a group of a draft copy, by its bits; the first number that divides a row is taken.
 # SmolLM2-135M accepted .937 of the tokens that its copy in 4 bits drafted with groups of 64, and
@@ -119,6 +119,12 @@ class Layouts:
         return any(part.split for layout in self._all() for part in layout.decoded())
 
     @cached_property
+    def joins_blocks(self) -> bool:
+        """Whether some of the split matrices are joined to blocks, which products then decode."""
+        parts = (part for layout in self._all() for part in layout.decoded())
+        return any(part.split and part.block_type for part in parts)
+
+    @cached_property
     def experts_apart(self) -> bool:
         """Whether experts are split, each for itself."""
         return any(each.experts_apart for each in self.experts)
@@ -185,17 +191,29 @@ def _as_stored(pieces: Pieces, dtype: ElementType) -> MatrixFormat:
     return lambda name, shape: matrix(pieces(name), shape[1], dtype)
 
 
-def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
-    """Return layouts with split matrices, and all else in `dtype`, which is bfloat16.
+def split_layouts(
+    config: ModelConfig,
+    dtype: ElementType,
+    unsplit: Collection[str] = (),
+    pieces: Pieces | None = None,
+) -> Layouts:
+    """Return layouts with split matrices: those that are stored in FP8 bit for bit, others in
+    bfloat16 if that is `dtype`. All else is in `dtype`.
 
-    Matrices with an odd number of columns stay dense, and those that have too many numbers (experts
-    of the largest models).
+    Matrices with an odd number of columns stay as they are, experts in FP8, and matrices that have
+    too many numbers (experts of the largest models).
 
-    dense: names of other matrices that stay dense: `head`, `embedding` or `layers.N.PART`
+    unsplit: names of other matrices that stay as they are: `head`, `embedding` or `layers.N.PART`
+    pieces: pieces of quantised matrices, if there are any
     """
 
     def split(name: str, shape: tuple[int, ...]) -> Format:
-        if shape[1] % 2 or name in dense or prod(shape) > limits.MOST_SPLIT_NUMBERS:
+        made = pieces(name) if pieces else ()
+        if any(kind is F8_E4M3 for _, kind in made):
+            stored, experts = matrix(made, shape[1], dtype), name.rpartition(".")[2] in EXPERT_PARTS
+            return stored if experts or name in unsplit else when_split(stored)
+        small = prod(shape) <= limits.MOST_SPLIT_NUMBERS and name not in unsplit
+        if shape[1] % 2 or not small or dtype_name(dtype) != "bfloat16":
             return Dense(shape, dtype)
         return SplitBF16(*shape)
 
@@ -206,7 +224,7 @@ def split_experts_layouts(
     config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()
 ) -> Layouts:
     """Return layouts with the matrices of experts split, each for itself, and all else in `dtype`,
-    which is bfloat16. dense: as in `split_layouts`
+    which is bfloat16. dense: names of matrices that stay so
     """
     counts = {
         f"layers.{index}.{part}": spec.mlp.count

@@ -109,7 +109,8 @@ def with_choice(sizes: ModelSizes, best: Candidate, unsplit: Collection[str]) ->
     """
     layouts = sizes.layouts
     if best.case.split and not sizes.weights.split:
-        layouts = split_weights(best.case.split, sizes.config, sizes.dtype, unsplit)
+        which, pieces = best.case.split, best.case.pieces
+        layouts = split_weights(which, sizes.config, sizes.dtype, unsplit, pieces)
     chosen = best.plan.method
     method = replace(sizes.method, draft_kv=chosen.draft_kv, copy_bits=chosen.copy_bits)
     return replace(sizes, layouts=layouts, kv_split=best.case.split_kv, method=method)

@@ -53,9 +53,9 @@ class Resolved:
     def weights(self) -> str:
         """How the weights are kept, see `EngineConfig.weights`."""
         layouts = self.sizes.weights
-        if layouts.block_types:
-            return STORED
-        return SPLIT_EXPERTS if layouts.experts_apart else SPLIT if layouts.split else DENSE
+        if layouts.split:
+            return SPLIT_EXPERTS if layouts.experts_apart else SPLIT
+        return STORED if layouts.block_types else DENSE
 
 
 def fit(
@@ -162,6 +162,8 @@ class ProcessorShares(NamedTuple):
 
 def without_kernels(layouts: Layouts) -> list[str]:
     """Return the formats of weights for which a processor has no kernels."""
+    if layouts.joins_blocks:
+        return ["split FP8"]
     return sorted(kind.name for kind in layouts.block_types if kind.name in WITH_LARGE_TABLES)
 
 

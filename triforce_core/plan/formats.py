@@ -28,19 +28,29 @@ SPLITS = (SPLIT, SPLIT_EXPERTS)
 
 
 def split_weights(
-    which: str, config: ModelConfig, dtype: ElementType, unsplit: Collection[str] = ()
+    which: str,
+    config: ModelConfig,
+    dtype: ElementType,
+    unsplit: Collection[str] = (),
+    pieces: Pieces | None = None,
 ) -> Layouts:
     """Return the layouts of weights in one of SPLITS.
 
     unsplit: matrices that have too many exceptions to be split
+    pieces: pieces of quantised matrices, if there are any
     Raises UsageError.
     """
+    if which == SPLIT:
+        layouts = split_layouts(config, dtype, unsplit, pieces)
+        if layouts.split:
+            return layouts
     if (name := dtype_name(dtype)) != "bfloat16":
         raise UsageError(
-            f"only bfloat16 can be split, and weights are in {name} here: use --dtype bfloat16"
+            f"only bfloat16 and FP8 can be split, and weights are in {name} here: use --dtype "
+            "bfloat16"
         )
     if which == SPLIT:
-        return split_layouts(config, dtype, unsplit)
+        return layouts
     if not any(spec.mlp.active for spec in config.layers):
         raise UsageError(
             "--weights split-experts is for models with experts; --weights split is for all"
@@ -118,7 +128,7 @@ def _weights(
     if config.weights == DENSE:
         return sizes.weights
     if config.weights in SPLITS:
-        return split_weights(config.weights, sizes.config, sizes.dtype, unsplit)
+        return split_weights(config.weights, sizes.config, sizes.dtype, unsplit, pieces)
     stored = stored_layouts(sizes.config, sizes.dtype, pieces)
     unknown = [kind.name for kind in stored.block_types if not sizes.device.can_decode(kind)]
     if config.weights == AUTO:

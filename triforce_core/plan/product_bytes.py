@@ -8,8 +8,12 @@ from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODE_BYTES_ON_HOST,
     DECODED_AT_ONCE,
+    FP8_AT_ONCE,
+    FP8_AT_ONCE_WITHOUT_KERNEL,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
+    JOIN_BYTES,
+    JOIN_BYTES_BY_KERNEL,
     SPLIT_AT_ONCE_ON_GPU,
     SPLIT_BYTES,
     SPLIT_BYTES_ON_GPU,
@@ -49,6 +53,20 @@ def split_bytes(
     at_once, each = DECODED_AT_ONCE, SPLIT_BYTES
     if by_kernel:
         at_once, each = SPLIT_AT_ONCE_ON_GPU, SPLIT_BYTES_ON_GPU
+    return _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
+
+
+def joined_bytes(
+    config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_kernel: bool
+) -> int:
+    """Return the additional bytes for joining split blocks, as in `decode_bytes`, without those for
+    decoding them.
+
+    by_kernel: whether a kernel joins them
+    """
+    at_once, each = FP8_AT_ONCE_WITHOUT_KERNEL, JOIN_BYTES
+    if by_kernel:
+        at_once, each = FP8_AT_ONCE, JOIN_BYTES_BY_KERNEL
     return _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
 
 

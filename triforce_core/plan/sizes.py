@@ -30,6 +30,7 @@ from triforce_core.plan.product_bytes import (
     decode_bytes,
     groups_bytes,
     host_product_bytes,
+    joined_bytes,
     split_bytes,
     widened_bytes,
 )
@@ -259,7 +260,14 @@ class ModelSizes:
         itemsize, blocks = self.dtype.itemsize, self.weights.block_types
         if self._by_host(tokens):
             fused = self.weights.split or all(map(self.device.has_kernel, blocks))
-            return host_product_bytes(config, tokens, 0 if fused else decoded, itemsize)
+            total = host_product_bytes(config, tokens, 0 if fused else decoded, itemsize)
+            if self.weights.joins_blocks:
+                total += joined_bytes(config, tokens, decoded, itemsize, by_kernel=True)
+            return total
+        if self.weights.joins_blocks:
+            kernels = self.device.kernels or self.device.host_kernels
+            total = joined_bytes(config, tokens, decoded, itemsize, by_kernel=kernels)
+            return total + decode_bytes(config, tokens, decoded, itemsize)
         if self.weights.split:
             # With few rows, a kernel multiplies by what it reads.
             joins = tokens * self.sequences > FEW_ROWS

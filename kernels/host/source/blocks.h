@@ -275,6 +275,23 @@ INLINE void part_f8_e4m3(const uint8_t *at, int part, const float *scales, int64
     }
 }
 
+/* The codes of F8_HIGH. */
+static const int8_t F8_LEVELS[16] = {2,  6,  9,  13, 17, 21, 25,  29,
+                                     34, 42, 50, 58, 68, 84, 100, 116};
+
+INLINE void scales_f8_high(const uint8_t *at, float *out) { memcpy(out, at, 4); }
+
+/* 32 numbers: their signs are bits, and their codes the low or the high 4 bits of 32 bytes. */
+INLINE void part_f8_high(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    bytes16 levels = load_bytes((const uint8_t *)F8_LEVELS);
+    for (int i = 0; i < 2; i++) {
+        bytes16 codes = load_bytes(at + 20 + part / 2 * 32 + 16 * i) >> part % 2 * 4 & 15;
+        bytes16 negative = 0 - (fifth_bits(at + 4 + 4 * part, i) >> 4);
+        bytes16 numbers = (look_up(levels, codes) ^ negative) - negative;
+        put_scaled(to, c + 16 * i, numbers, all(scales[0]));
+    }
+}
+
 /* Dense numbers, a vector at a time, and the one at an address. */
 INLINE void vector_f32(const uint8_t *at, int64_t c, Sink *to) { put(to, c, load((const float *)at)); }
 INLINE void vector_f16(const uint8_t *at, int64_t c, Sink *to) { put(to, c, from_f16(at)); }

@@ -18,7 +18,7 @@
 
 enum format {
     F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K,
-    IQ4_NL, IQ4_XS, MXFP4, F8_E4M3, SPLIT_BF16, HIGH_BF16, INT4, INT3
+    IQ4_NL, IQ4_XS, MXFP4, F8_E4M3, F8_HIGH, SPLIT_BF16, HIGH_BF16, INT4, INT3
 };
 
 /* A matrix [rows, columns].
@@ -102,6 +102,15 @@ typedef struct {
     uint16_t *out;
     int64_t heads, tokens, head_dim, room, out_head, out_row;
 } KVBlock;
+
+/* Rows of a split FP8 matrix, see `SplitFP8Weight`, of `blocks` blocks each: high [rows, blocks, 84],
+   bases [rows, blocks], and low bits in `room` bytes, 2 at least; joined to out [rows, blocks, 132]. */
+typedef struct {
+    const uint8_t *high, *bases, *low;
+    const int32_t *starts;
+    uint8_t *out;
+    int64_t rows, blocks, room;
+} JoinedFP8;
 
 /* Norms of rows of `heads` heads of x, over `width` numbers of `format`, F32, F16 or BF16.
 

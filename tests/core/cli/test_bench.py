@@ -18,7 +18,7 @@ from triforce_core.plan.simulation.launches import prefill_flops
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import LinkError, UsageError
 from triforce_offload.plan.placement import KV_SLOTS, WEIGHT_SLOTS
-from triforce_offload.weights.formats import SplitBF16
+from triforce_offload.weights.split_formats import SplitBF16
 
 TINY = {
     "model_type": "llama",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext as noted
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
+from triforce_offload.plan.placement import Placement
 
 PROMPT, NEW = random_ids(60), 24
 GREEDY = SamplingParams(NEW, temperature=0)
@@ -37,7 +39,7 @@ def engine(path: Path, **options: object) -> Engine:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("weights", ["dense", "stored"])
+@pytest.mark.parametrize("weights", ["dense", "stored", "split"])
 @pytest.mark.parametrize("placement", ["resident", "both", "weights-one-slot"])
 def test_greedy_text_is_that_of_the_dequantised_model(
     quantised, weights: str, placement: str
@@ -51,11 +53,73 @@ def test_greedy_text_is_that_of_the_dequantised_model(
         layer = running.runtime.plan.requirements.layer_bytes[0]
     assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs)
     elements = sum(p.numel() for n, p in model.named_parameters() if "layers.0." in n)
-    if weights == "stored":
+    if weights != "dense":
         # Vectors are not quantised, and everything is aligned.
         assert layer < 1.04 * elements + 24576
     else:
         assert layer >= 4 * elements
+
+
+def halved(name: str) -> Placement:
+    """Low bits stream of some layers, or of all."""
+    layers = {"all": (0, 1, 2), "one slot": (0, 2), "and whole ones": (1,)}[name]
+    streamed = (0, 1, 2) if name == "and whole ones" else layers
+    slots = 1 if name == "one slot" else 2
+    return Placement(streamed, True, 10**6, slots, 1, 1, split_layers=layers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["all", "one slot", "and whole ones"])
+def test_what_streams_by_its_low_bits_gives_the_text(quantised, name: str, dtype: str) -> None:
+    """And the high bits draft for it."""
+    path, _ = quantised
+    options = {"dtype": dtype, "method": "autoregressive", "kv": "dense"}
+    with engine(path, weights="stored", **options) as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    with engine(path, weights="split", placement=halved(name), **options) as running:
+        result = running.generate(PROMPT, GREEDY)
+        demand = running.runtime.plan.requirements
+        assert running.plan.weights == "split"
+    # Without other bits of the output matrix, which bfloat16 splits.
+    assert result.token_ids == expected
+    memory = result.stats["memory"]
+    assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
+    if name == "all":
+        crossed = result.stats["link"]["bytes_to_device"]
+        assert crossed == sum(demand.low_bytes) * result.stats["passes"]
+    if name == "and whole ones":
+        return
+    options |= {"method": "triforce", "budget": 80, "draft": "none", "draft_tokens": 4}
+    options |= {"draft_weights": "split"}
+    with engine(path, weights="split", placement=halved(name), **options) as drafting:
+        result = drafting.generate(PROMPT, GREEDY)
+        warm = drafting.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=3))
+    assert result.token_ids == expected
+    assert result.stats["levels"] == ["retrieval", "target"]
+    assert result.stats["retrieval"]["reads_high_bits"]
+    assert warm.stats["acceptance"]["target"] > 0.4
+
+
+def test_a_matrix_with_too_many_small_numbers_is_not_split(tmp_path) -> None:
+    model = make_model("llama", tmp_path, **FP8_SIZES)
+    quantise(tmp_path, model)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.down_proj.weight"
+    small = tensors[name].float()
+    small[:, 1:] *= 2.0**-10
+    save_file(tensors | {name: small.to(torch.float8_e4m3fn)}, file)
+    texts = []
+    for weights in ("stored", "split"):
+        warned = weights == "split"
+        with (
+            pytest.warns(RuntimeWarning, match="layers.1.down is not split") if warned else noted(),
+            engine(tmp_path, weights=weights) as running,
+        ):
+            texts.append(running.generate(PROMPT, GREEDY).token_ids)
+            formats = running.runtime.plan.requirements
+    assert texts[0] == texts[1]
+    assert formats.low_bytes[1] < formats.low_bytes[0]
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path) -> None:

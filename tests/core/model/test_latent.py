@@ -19,7 +19,8 @@ from triforce_core.model.sharing.share import Share
 from triforce_core.model.tensors import dense_layouts, kv_shape
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, decode
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
-from triforce_offload.weights.formats import DTYPES, SplitBF16
+from triforce_offload.weights.formats import DTYPES
+from triforce_offload.weights.split_formats import SplitBF16
 
 # As published, without fields that say nothing of the layers.
 GLM = {

@@ -256,7 +256,7 @@ def test_a_rank_encodes_its_share(tiny) -> None:
 
 def test_what_has_cannot_split_is_refused_in_a_sentence(tiny, tmp_path) -> None:
     path, _ = tiny("llama")
-    with pytest.raises(UsageError, match="only bfloat16 can be split, and weights are in float32"):
+    with pytest.raises(UsageError, match="only bfloat16 and FP8 can be split, and weights"):
         engine(path, "split", dtype="float32")
     with pytest.raises(UsageError, match="weights that are kept split: give weights split"):
         engine(path, "dense", draft_weights="split")
@@ -289,7 +289,7 @@ def test_a_matrix_that_planes_have_no_room_for_is_dense(tmp_path, placement: str
     with engine(tmp_path, "dense", **options | {"placement": PLACEMENTS["resident"]}) as dense:
         expected = dense.generate(PROMPT, GREEDY).token_ids
     read: list[str] = []
-    with pytest.warns(RuntimeWarning, match="kept dense") as told:
+    with pytest.warns(RuntimeWarning, match="not split") as told:
         split = engine(tmp_path, "split", progress=lambda *at: read.append(at[0]), **options)
     # The head at once, then the layers, all of them.
     assert [str(it.message)[:2] for it in told] == ["he", "4 "]
@@ -315,7 +315,7 @@ def test_drafts_read_a_dense_matrix_among_split_ones(tmp_path) -> None:
     options = {"method": "triforce", "draft": "none", "budget": 32, "placement": PLACEMENTS["kv"]}
     with engine(tmp_path, "dense", **options) as dense:
         expected = dense.generate(PROMPT, GREEDY).token_ids
-    with pytest.warns(RuntimeWarning, match=r"layers\.1\.down is kept dense"):
+    with pytest.warns(RuntimeWarning, match=r"layers\.1\.down is not split"):
         split = engine(tmp_path, "split", draft_weights="split", **options)
     with split:
         result = split.generate(PROMPT, GREEDY)

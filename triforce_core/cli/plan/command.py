@@ -18,8 +18,8 @@ from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
-from triforce_core.model.known.shapes import read_model, read_shape
-from triforce_core.model.tensors import kv_shape, matrices
+from triforce_core.model.known.shapes import Shape, read_model, read_shape
+from triforce_core.model.tensors import kv_shape, matrices, split_layouts
 from triforce_core.plan.formats import SPLITS, element_type
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
@@ -43,6 +43,7 @@ from triforce_core.settings import (
     NGRAM,
     NO_DRAFTER,
     SPLIT,
+    SPLIT_EXPERTS,
     STORED,
     EngineConfig,
     MethodSettings,
@@ -53,7 +54,7 @@ from triforce_offload.kv.sizes import COPY_BYTES
 from triforce_offload.link.trace import write_spans
 from triforce_offload.machine.profiles import Hardware, gpu_names, named, with_link
 from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
-from triforce_offload.weights.formats import DTYPES
+from triforce_offload.weights.formats import DTYPES, Dtype
 
 # Models of one family pad their matrices to sizes that differ by no more than this.
 _PADDING = 512
@@ -135,7 +136,7 @@ def _case(args: argparse.Namespace) -> Case:
         curve=_curve(args, draft_config, context - args.new_tokens // 2),
         draft=draft,
         draft_config=draft_config,
-        pieces=None if weights in (DENSE, *SPLITS) else shape.pieces,
+        pieces=None if _dequantises(weights, shape, dtype) else shape.pieces,
         split=weights if weights in SPLITS else None,
         split_kv=kv == SPLIT,
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),
@@ -151,6 +152,13 @@ def _case(args: argparse.Namespace) -> Case:
         tokens = planned.block_tokens if planned else _block_tokens(case)
         fixed["resident_kv_blocks"] = _resident_blocks(args.resident_kv, context // tokens)
     return case
+
+
+def _dequantises(weights: str, shape: Shape, dtype: Dtype) -> bool:
+    """Return whether weights in a format are no longer those of a quantised file."""
+    if weights == SPLIT:
+        return not split_layouts(shape.config, dtype, pieces=shape.pieces).joins_blocks
+    return weights in (DENSE, SPLIT_EXPERTS)
 
 
 def _host_compute(args: argparse.Namespace, gpus: int) -> float | str:

@@ -31,7 +31,7 @@ def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
     flags: dict[str, object] = {"--context": case.context, "--dtype": case.dtype.name}
     if plan.gpus > 1:
         flags["--gpus"] = plan.gpus
-    if case.pieces is None:
+    if case.pieces is None or case.split:
         flags["--weights"] = plan.weights
     flags["--kv"] = plan.kv
     flags |= _method_flags(plan.method, budget=plan.budget)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from triforce_core.settings import DEFAULT_BUDGET
 from triforce_offload.errors import UsageError
+from triforce_offload.weights.formats import Read
 
 # Share of the retrieval level's tokens that the target accepts, with a budget of 4096. Published
 # for 120K tokens of PG-19 with a 4K budget: .965 (TriForce). SmolLM2-135M after 6,000 tokens: .96
@@ -35,6 +36,7 @@ COPY_ACCEPTANCE = {4: 0.96, 3: 0.9}
 # float32, three stretches each: .982 after 2,000 tokens, .978 after 6,000 (bench_readings). With
 # the high bits of the output matrix, too: .969 and .960, so the output matrix is read exactly.
 SPLIT_ACCEPTANCE = 0.98
+FP8_SPLIT_ACCEPTANCE = 0.96
 # The same share for a retrieval cache in 8 bits. SmolLM2-135M in float32, with the whole context in
 # the cache: .995 (bench_rounded_kv), .995 and .994 (bench_readings).
 ROUNDED_ACCEPTANCE = 0.995
@@ -65,7 +67,7 @@ class AcceptanceCurve:
     churn: share of the retrieval cache that a refresh copies
     draft_copies: acceptance of drafts from draft copies of all layers, by the exact model; None for
         what is assumed for their bits
-    split: acceptance of drafts from the high bits of all layers
+    split: acceptance of drafts from the high bits of all layers; None for what is assumed for them
     rounded: acceptance of drafts from a retrieval cache in 8 bits
     context: number of tokens of the context for which `outer` holds; None for far more than a
         budget
@@ -82,7 +84,7 @@ class AcceptanceCurve:
     inner: float = NGRAM_ACCEPTANCE
     churn: float = 0.06
     draft_copies: float | None = None
-    split: float = SPLIT_ACCEPTANCE
+    split: float | None = None
     rounded: float = ROUNDED_ACCEPTANCE
     context: int | None = None
     assumed: bool = True
@@ -97,7 +99,7 @@ class AcceptanceCurve:
         budget: int,
         context: int | None = None,
         lost_by_copies: float = 0.0,
-        by_high_bits: float = 0.0,
+        lost_by_high_bits: float = 0.0,
         *,
         rounded: bool = False,
     ) -> float:
@@ -106,15 +108,14 @@ class AcceptanceCurve:
 
         context: number of tokens of the context; None for far more than any budget
         lost_by_copies: share of tokens that is rejected because of draft copies
-        by_high_bits: share of the layers that are read by their high bits
+        lost_by_high_bits: the same because layers are read by their high bits
         rounded: whether the retrieval cache is in 8 bits
         """
         rejected = (1 - self.outer) * (self.budget / budget) ** _EXPONENT
         if left_out := _left_out(self.budget, self.context):
             rejected *= _left_out(budget, context) / left_out
         held = min(max(0.0, 1 - rejected), max(_MOST, self.outer))
-        weights = 1 - lost_by_copies
-        weights *= 1 - by_high_bits * (1 - self.split)
+        weights = (1 - lost_by_copies) * (1 - lost_by_high_bits)
         if rounded:
             weights = min(self.rounded, weights * _ROUNDED_TOO)
         return held * weights
@@ -122,6 +123,12 @@ class AcceptanceCurve:
     def of_copies(self, bits: int) -> float:
         """Return the acceptance with draft copies of all layers."""
         return COPY_ACCEPTANCE[bits] if self.draft_copies is None else self.draft_copies
+
+    def of_high_bits(self, read: Read) -> float:
+        """Return the acceptance with the high bits of all layers. read: how passes read these"""
+        if self.split is not None:
+            return self.split
+        return FP8_SPLIT_ACCEPTANCE if read is Read.SPLIT_FP8 else SPLIT_ACCEPTANCE
 
     @classmethod
     def measured(cls, path: str | Path) -> AcceptanceCurve:

@@ -110,11 +110,12 @@ class Case:
     @cached_property
     def layouts(self) -> Layouts:
         """Layouts of one GPU's share of the weights."""
+        pieces = self.pieces and self.share.pieces(self.pieces)
         if self.split:
-            return split_weights(self.split, self.rank, self.dtype)
-        if self.pieces is None:
+            return split_weights(self.split, self.rank, self.dtype, pieces=pieces)
+        if pieces is None:
             return dense_layouts(self.rank, self.dtype)
-        return stored_layouts(self.rank, self.dtype, self.share.pieces(self.pieces))
+        return stored_layouts(self.rank, self.dtype, pieces)
 
     @property
     def without_head(self) -> Case:
@@ -124,6 +125,11 @@ class Case:
             curve = replace(curve, inner=NGRAM_ACCEPTANCE)
         auto = self.auto - {"draft"}
         return replace(self, draft=NGRAM, draft_config=None, auto=auto, curve=curve)
+
+    @property
+    def _of_high_bits(self) -> float:
+        """Acceptance of drafts from the high bits of all layers."""
+        return self.curve.of_high_bits(self.layouts.layers[0].formats["qkv"].read)
 
     @property
     def weights(self) -> str:
@@ -219,7 +225,7 @@ class Case:
             budget,
             self.length,
             copied * (1 - self.curve.of_copies(plan.method.bits_of_copies)),
-            by_high_bits,
+            by_high_bits * (1 - self._of_high_bits),
             rounded=self.rounds_kv(plan),
         )
 
@@ -253,7 +259,7 @@ class Case:
         """Raise UsageError for a context or a format that the model does not support."""
         self.method.check_weights(self.weights)
         if self.split:
-            split_weights(self.split, self.config, self.dtype)
+            split_weights(self.split, self.config, self.dtype, pieces=self.pieces)
         if self.split_kv and self.dtype.name != "bfloat16":
             raise UsageError(f"only bfloat16 can be split, and KV is in {self.dtype.name} here")
         positions = self.config.positions

@@ -21,6 +21,7 @@ from triforce_core.settings import (
     SPLIT,
     SPLIT_EXPERTS,
 )
+from triforce_kernels.weights.block_types import F8_E4M3
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
 
@@ -92,8 +93,8 @@ def faster_by_copies(plain: Candidate) -> Candidate | None:
 def _ways(case: Case) -> list[Case]:
     """Return the case in each combination of "auto" formats that may be the fastest.
 
-    Weights and KV of bfloat16 may be split. Quantised weights may become dense on the emulated
-    device, where decoding takes longer than reading.
+    Weights and KV of bfloat16 may be split, and weights in FP8. Quantised weights may become dense
+    on the emulated device, where decoding takes longer than reading.
     """
     ways, splits = [case], case.dtype.name == "bfloat16"
     if "weights" in case.auto:
@@ -103,9 +104,19 @@ def _ways(case: Case) -> list[Case]:
             ways.append(replace(case, split=SPLIT))
             if case.layouts.experts:
                 ways.append(replace(case, split=SPLIT_EXPERTS))
+        elif _may_split_fp8(case):
+            ways.append(replace(case, split=SPLIT))
     if "kv" in case.auto and splits and case.config.kv_layers:
         ways += [replace(each, split_kv=True) for each in ways]
     return ways
+
+
+def _may_split_fp8(case: Case) -> bool:
+    """Whether weights in FP8 may be split. Experts cannot, and a processor has no kernel for them,
+    so that it could not compute a share that was asked for.
+    """
+    fp8 = case.layouts.block_types == {F8_E4M3} and not case.layouts.experts
+    return fp8 and case.host_compute in (AUTO, 0)
 
 
 def _choose(case: Case) -> Candidate:
