@@ -44,10 +44,10 @@ LEAST_EXCEPTIONS = 32
 # Bytes in which a split FP8 matrix has room for the low bits of a number, as a fraction: 2.5 bits.
 # Normal numbers have 2.1 (`split_fp8`).
 LOW_BYTES_OF_FP8 = (5, 16)
-# Numbers of a split FP8 matrix that are joined at a time, so that the result stays in the cache of
-# a GPU, and device bytes for each meanwhile: the result, and without a kernel temporaries.
-FP8_AT_ONCE, JOIN_BYTES_BY_KERNEL = 16 << 20, 2
-FP8_AT_ONCE_WITHOUT_KERNEL, JOIN_BYTES = 1 << 17, 64
+# Numbers of a split FP8 matrix that are joined at a time, so that the result stays in a cache, and
+# device bytes for each meanwhile: the result, and without a kernel temporaries.
+FP8_AT_ONCE_ON_GPU, FP8_AT_ONCE = 16 << 20, 1 << 18
+JOIN_BYTES_BY_KERNEL, JOIN_BYTES = 2, 64
 # Places of exceptions are 32-bit integers, of which the greatest stands for none.
 MOST_SPLIT_NUMBERS = 2**31 - 2
 # A split matrix stores where the exceptions of each group of this many rows begin.

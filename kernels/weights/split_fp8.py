@@ -26,7 +26,7 @@ import torch
 
 from triforce_kernels import limits
 from triforce_kernels.checks import require
-from triforce_kernels.dispatch import REFERENCE, backend, implementation
+from triforce_kernels.dispatch import TRITON, backend, implementation
 from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, BlockType
 from triforce_kernels.weights.blocks import BlockWeight, block_matmul, f8_high_parts, has_kernel
 from triforce_kernels.weights.split_bf16 import SplitError
@@ -104,8 +104,8 @@ class SplitFP8Weight(SplitWeight):
         """Yield the matrix as blocks of F8_E4M3, some rows at a time, each time with the index of
         the first.
         """
-        by_kernel = backend(self.device) != REFERENCE
-        numbers = limits.FP8_AT_ONCE if by_kernel else limits.FP8_AT_ONCE_WITHOUT_KERNEL
+        by_gpu = self.device.type == "cuda" and backend(self.device) == TRITON
+        numbers = limits.FP8_AT_ONCE_ON_GPU if by_gpu else limits.FP8_AT_ONCE
         for first, part in self.parts(max(1, numbers // self.shape[1])):
             yield first, BlockWeight(join(part), F8_E4M3, self.shape[1])
 

@@ -10,11 +10,14 @@ import pytest
 import torch
 from allocations import allocated_peak
 from eagle3_heads import Made, RandomHead
+from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, add_head, make_model, placed, random_ids, turns
 from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import REFERENCE
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.kv.sizes import rounding_bytes
 
@@ -135,6 +138,36 @@ def test_accounted_bytes_cover_what_decoding_takes(
             placement=PLACEMENTS[placement],
         ) as engine:
             stats.update(engine.generate(random_ids(60), SamplingParams(10)).stats)
+
+    peak = allocated_peak(run, 0)
+    accounted = stats["memory"]["device_peak_bytes"]
+    assert peak <= accounted <= 3 * peak
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kernels", [REFERENCE, None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("placement", ["resident", "weights"])
+def test_accounted_bytes_cover_what_joining_fp8_takes(
+    tmp_path, two_threads, monkeypatch, kernels: str | None, dtype: str, placement: str
+) -> None:
+    if kernels:
+        monkeypatch.setattr(dispatch, "_forced", kernels)
+    more = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    quantise(tmp_path, make_model("llama", tmp_path, **FP8_SIZES | more))
+    stats = {}
+
+    def run() -> None:
+        with Engine.from_pretrained(
+            tmp_path,
+            device="cpu",
+            max_context=180,
+            dtype=dtype,
+            weights="split",
+            method="autoregressive",
+            placement=PLACEMENTS[placement],
+        ) as engine:
+            stats.update(engine.generate(random_ids(160), SamplingParams(10)).stats)
 
     peak = allocated_peak(run, 0)
     accounted = stats["memory"]["device_peak_bytes"]

@@ -56,9 +56,10 @@ from triforce_kernels.weights.integers import integer_matmul, quantise
 from triforce_kernels.weights.linear import linear
 from triforce_kernels.weights.split_bf16 import decode as decode_split
 from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmul
+from triforce_kernels.weights.split_fp8 import join
 from triforce_kernels.weights.tiles import Tiles
 from triforce_offload.kv.shape import SplitBlockLayout
-from triforce_offload.weights.split_formats import SplitBF16, SplitExperts
+from triforce_offload.weights.split_formats import SplitBF16, SplitExperts, SplitFP8
 
 
 class Compiled(NamedTuple):
@@ -296,6 +297,8 @@ def launch_coded(dtype: torch.dtype) -> None:
     for rows in (1, 17, 64):
         split_matmul(empty(rows, 4096), weight)
         high_bits_matmul(empty(rows, 4096), HighBitsWeight.of(weight))
+    eights = SplitFP8(64, 4096)
+    join(eights.view(torch.zeros(eights.nbytes, dtype=torch.uint8)))
     heads, tokens, head_dim = 4, 64, 128
     block = torch.zeros(heads, tokens, head_dim, dtype=torch.bfloat16)
     at = SplitBlockLayout.of(heads, tokens, head_dim)

@@ -127,6 +127,7 @@ def test_products_have_the_bits_of_those_with_blocks(backend, draw, monkeypatch,
     GPU divides the depth otherwise.
     """
     monkeypatch.setattr(limits, "FP8_AT_ONCE", 8 * COLUMNS)
+    monkeypatch.setattr(limits, "FP8_AT_ONCE_ON_GPU", 8 * COLUMNS)
     blocks = in_blocks(normal())
     stored, weight = BlockWeight(blocks.to(DEVICE), F8_E4M3, COLUMNS), split(blocks)
     for rows in (1, 3):
@@ -144,6 +145,7 @@ def test_products_have_the_bits_of_those_with_blocks(backend, draw, monkeypatch,
 
 def test_many_rows_are_multiplied_as_those_of_blocks_are(monkeypatch) -> None:
     monkeypatch.setattr(limits, "FP8_AT_ONCE", 8 * COLUMNS)
+    monkeypatch.setattr(limits, "FP8_AT_ONCE_ON_GPU", 8 * COLUMNS)
     blocks = in_blocks(normal())
     x = torch.randn(limits.FEW_ROWS + 3, COLUMNS).to(DEVICE)
     stored = BlockWeight(blocks.to(DEVICE), F8_E4M3, COLUMNS)

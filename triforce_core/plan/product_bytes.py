@@ -9,7 +9,7 @@ from triforce_kernels.limits import (
     DECODE_BYTES_ON_HOST,
     DECODED_AT_ONCE,
     FP8_AT_ONCE,
-    FP8_AT_ONCE_WITHOUT_KERNEL,
+    FP8_AT_ONCE_ON_GPU,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
     JOIN_BYTES,
@@ -57,17 +57,17 @@ def split_bytes(
 
 
 def joined_bytes(
-    config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_kernel: bool
+    config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, on_gpu: bool, on_host: bool
 ) -> int:
-    """Return the additional bytes for joining split blocks, as in `decode_bytes`, without those for
-    decoding them.
+    """Return the additional bytes for joining split blocks and decoding them, as in `decode_bytes`.
 
-    by_kernel: whether a kernel joins them
+    on_gpu, on_host: whether kernels of a GPU, or compiled ones of a processor, do so
     """
-    at_once, each = FP8_AT_ONCE_WITHOUT_KERNEL, JOIN_BYTES
-    if by_kernel:
-        at_once, each = FP8_AT_ONCE, JOIN_BYTES_BY_KERNEL
-    return _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
+    at_once = FP8_AT_ONCE_ON_GPU if on_gpu else FP8_AT_ONCE
+    each = JOIN_BYTES_BY_KERNEL if on_gpu or on_host else JOIN_BYTES
+    joined = _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
+    decoding = DECODE_BYTES_ON_HOST + itemsize if on_host else DECODE_BYTES
+    return joined + min(numbers, at_once, DECODED_AT_ONCE) * decoding
 
 
 def groups_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:

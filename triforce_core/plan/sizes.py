@@ -261,23 +261,26 @@ class ModelSizes:
         if self._by_host(tokens):
             fused = self.weights.split or all(map(self.device.has_kernel, blocks))
             total = host_product_bytes(config, tokens, 0 if fused else decoded, itemsize)
-            if self.weights.joins_blocks:
-                total += joined_bytes(config, tokens, decoded, itemsize, by_kernel=True)
-            return total
-        if self.weights.joins_blocks:
-            kernels = self.device.kernels or self.device.host_kernels
-            total = joined_bytes(config, tokens, decoded, itemsize, by_kernel=kernels)
-            return total + decode_bytes(config, tokens, decoded, itemsize)
+            return total + self._joined_bytes(tokens, decoded)
         if self.weights.split:
             # With few rows, a kernel multiplies by what it reads.
             joins = tokens * self.sequences > FEW_ROWS
             by_kernel = self.device.gpu and self.device.kernels and joins
             total = split_bytes(config, tokens, decoded, itemsize, by_kernel=by_kernel)
+            total = max(total, self._joined_bytes(tokens, decoded))
         else:
             total = decode_bytes(config, tokens, decoded, itemsize)
         if self.device.widens:
             total += widened_bytes(config, tokens, largest)
         return total
+
+    def _joined_bytes(self, tokens: int, numbers: int) -> int:
+        """Return the bytes of temporaries of split blocks. numbers: of the largest matrix"""
+        if not self.weights.joins_blocks:
+            return 0
+        device, itemsize = self.device, self.dtype.itemsize
+        on_gpu, on_host = device.gpu and device.kernels, device.host_kernels
+        return joined_bytes(self.config, tokens, numbers, itemsize, on_gpu=on_gpu, on_host=on_host)
 
     def _divided_bytes(self, tokens: int) -> int:
         """Return what kernels of a GPU take to give rows the same bits: sums of the parts of dense
