@@ -175,8 +175,8 @@ def _add_formats(group: Options) -> None:
     add(
         "weights",
         "format of weights; dense: in --dtype; stored: the quantised numbers of a GGUF or FP8 "
-        "file; split: bfloat16 in 12 bits, without loss; split-experts: the experts alone, each by "
-        "itself; auto: stored if quantised, but dense on a CPU without kernels for the format, "
+        "file; split: bfloat16 in 12 bits and FP8 in 7.9, without loss; split-experts: the experts "
+        "alone, each by itself; auto: stored if quantised, but dense on a CPU without kernels for the format, "
         "unless that streams; split or split-experts on a GPU where bfloat16 would stream",
         choices=WEIGHTS,
     )
