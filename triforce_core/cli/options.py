@@ -176,8 +176,9 @@ def _add_formats(group: Options) -> None:
         "weights",
         "format of weights; dense: in --dtype; stored: the quantised numbers of a GGUF or FP8 "
         "file; split: bfloat16 in 12 bits and FP8 in 7.9, without loss; split-experts: the experts "
-        "alone, each by itself; auto: stored if quantised, but dense on a CPU without kernels for the format, "
-        "unless that streams; split or split-experts on a GPU where bfloat16 would stream",
+        "alone, each by itself; auto: stored if quantised, but dense on a CPU without kernels for "
+        "the format, unless that streams; split or split-experts on a GPU where bfloat16 or FP8 "
+        "would stream",
         choices=WEIGHTS,
     )
     add(

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 # What is not dense has tests of its own; an emulated link has to carry what is gathered.
-PACKED = {"integer_matmul", "decode_blocks", "block_matmul"}
+PACKED = {"integer_matmul", "decode_blocks", "block_matmul", "join_fp8"}
 # Of bfloat16, which products in the interpreter do not know; see kernels/test_split_bf16.py.
 SPLIT = {
     *("decode_split", "split_matmul", "high_bits_matmul"),

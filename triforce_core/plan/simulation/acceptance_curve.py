@@ -36,9 +36,9 @@ COPY_ACCEPTANCE = {4: 0.96, 3: 0.9}
 # float32, three stretches each: .982 after 2,000 tokens, .978 after 6,000 (bench_readings). With
 # the high bits of the output matrix, too: .969 and .960, so the output matrix is read exactly.
 SPLIT_ACCEPTANCE = 0.98
-# The same share for the high bits of FP8, 5.25 bits a number. SmolLM2-135M in FP8: .937, where copies
-# in 4 bits have .947 (benchmarks/results/bench_readings_fp8.json). Assumed, as for copies: a loss of
-# two thirds of that in larger models.
+# The same share for the high bits of FP8, 5.25 bits a number. SmolLM2-135M in FP8: .937, where
+# copies in 4 bits have .947 (benchmarks/results/bench_readings_fp8.json). Assumed, as for copies: a
+# loss of two thirds of that in larger models.
 FP8_SPLIT_ACCEPTANCE = 0.96
 # The same share for a retrieval cache in 8 bits. SmolLM2-135M in float32, with the whole context in
 # the cache: .995 (bench_rounded_kv), .995 and .994 (bench_readings).
