@@ -21,7 +21,7 @@ from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.integers import IntegerWeight
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, reference_decode
 from triforce_kernels.weights.split_experts import SplitExpertsWeight
-from triforce_kernels.weights.split_fp8 import SplitFP8Weight, reference_join
+from triforce_kernels.weights.split_fp8 import SplitFP8Weight
 from triforce_kernels.weights.stored import StoredWeight
 
 
@@ -77,8 +77,6 @@ def high_bits_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
 def join_fp8(weight: SplitFP8Weight) -> torch.Tensor:
     """`split_fp8.join`."""
     (rows, blocks), room = weight.bases.shape, len(weight.low)
-    if rows and room < 2:
-        return reference_join(weight)
     out = torch.empty(rows, blocks * F8_E4M3.nbytes, dtype=torch.uint8)
     parts = (weight.data, weight.bases, weight.low, weight.starts, out)
     call = JoinedFP8(*(part.data_ptr() for part in parts), rows, blocks, room)

@@ -152,6 +152,7 @@ def join(weight: SplitFP8Weight) -> torch.Tensor:
         weight.data.shape == (rows, F8_HIGH.row_bytes(columns))
         and weight.bases.shape[0] == rows
         and weight.starts.shape == (rows + 1,)
+        and (len(weight.low) > 0 or not rows)
         and [part.dtype for part in tensors] == [torch.uint8] * 3 + [torch.int32]
         and all(part.is_contiguous() and part.device == weight.device for part in tensors),
         data=weight.data,

@@ -77,6 +77,9 @@ def test_every_matrix_comes_back_to_the_last_bit(backend, name: str) -> None:
     first, end = len(blocks) // 3, len(blocks)
     assert torch.equal(join(weight.rows(first, end)).cpu(), blocks[first:end])
     assert join(weight.rows(1, 1)).shape == (0, blocks.shape[1])
+    # Nothing beyond the last low bits is read.
+    full = replace(weight, low=weight.low[: int(weight.starts[-1])].clone())
+    assert torch.equal(join(full).cpu(), blocks)
 
 
 @pytest.mark.parametrize("step", [1, 5, ROWS])

@@ -104,7 +104,7 @@ typedef struct {
 } KVBlock;
 
 /* Rows of a split FP8 matrix, see `SplitFP8Weight`, of `blocks` blocks each: high [rows, blocks, 84],
-   bases [rows, blocks], and low bits in `room` bytes, 2 at least; joined to out [rows, blocks, 132]. */
+   bases [rows, blocks], and low bits in `room` bytes; joined to out [rows, blocks, 132]. */
 typedef struct {
     const uint8_t *high, *bases, *low;
     const int32_t *starts;

@@ -18,14 +18,14 @@ static void join_row(const JoinedFP8 *j, int64_t row) {
     static const uint8_t lengths[16] = {7, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     const uint8_t *high = j->high + row * j->blocks * HIGH_BYTES;
     uint8_t *out = j->out + row * j->blocks * BLOCK_BYTES;
-    uint64_t place = 8 * (uint64_t)(uint32_t)j->starts[row], last = 8 * (uint64_t)j->room - 16;
+    uint64_t place = 8 * (uint64_t)(uint32_t)j->starts[row], last = (uint64_t)j->room - 1;
     for (int64_t b = 0; b < j->blocks; b++, high += HIGH_BYTES, out += BLOCK_BYTES) {
         int base = j->bases[row * j->blocks + b];
         for (int i = 0; i < NUMBERS; i++) {
             int code = high[CODES + i / 64 * 32 + i % 32] >> i / 32 % 2 * 4 & 15;
-            uint64_t at = place < last ? place : last;
-            unsigned pair = j->low[at / 8] | (unsigned)j->low[at / 8 + 1] << 8;
-            uint8_t low = pair >> at % 8 & ((1u << lengths[code]) - 1);
+            uint64_t at = place / 8 < last ? place / 8 : last, next = at < last ? at + 1 : last;
+            unsigned pair = j->low[at] | (unsigned)j->low[next] << 8;
+            uint8_t low = pair >> place % 8 & ((1u << lengths[code]) - 1);
             place += lengths[code];
             int sign = high[SIGNS + i / 8] >> i % 8 & 1;
             out[i] = (uint8_t)(sign << 7 | magnitude(code, base, low));
