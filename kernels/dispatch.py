@@ -27,6 +27,7 @@ REFERENCE, TRITON, HOST = BACKENDS = ("reference", "triton", "host")
 _EXPERTS = "experts.grouped.reference_product"
 _ON_HOST = "host.experts.product"
 _GATED = "experts.grouped.by_tiles"
+_SPLIT_FP8 = "weights.split_fp8.reference_split"
 _DENSE = "weights.linear.reference_dense"
 _CLAMPED = "layer.reference_clamped_swiglu"
 _CHUNKS, _FOLD = "recurrent.delta.reference_chunks", "recurrent.delta.reference_fold"
@@ -124,6 +125,8 @@ _PATHS: dict[str, tuple[str, ...]] = {
         "weights.split_bf16_triton.matmul",
         "host.weights.split_matmul",
     ),
+    # Weights are split while they are loaded, by the processor.
+    "split_fp8": (_SPLIT_FP8, _SPLIT_FP8, "host.weights.split_fp8"),
     "join_fp8": (
         "weights.split_fp8.reference_join",
         "weights.split_fp8_triton.join",

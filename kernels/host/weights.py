@@ -15,13 +15,13 @@ from triforce_kernels.checks import require
 from triforce_kernels.host.library import library
 from triforce_kernels.host.structures import DENSE, FORMATS, JoinedFP8, Product, Weight
 from triforce_kernels.limits import FEW_ROWS
-from triforce_kernels.weights.block_types import F8_E4M3, BlockType
+from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.integers import IntegerWeight
-from triforce_kernels.weights.split_bf16 import SplitBF16Weight, reference_decode
+from triforce_kernels.weights.split_bf16 import SplitBF16Weight, SplitError, reference_decode
 from triforce_kernels.weights.split_experts import SplitExpertsWeight
-from triforce_kernels.weights.split_fp8 import SplitFP8Weight
+from triforce_kernels.weights.split_fp8 import CANNOT_SCALE, Parts, SplitFP8Weight
 from triforce_kernels.weights.stored import StoredWeight
 
 
@@ -82,6 +82,22 @@ def join_fp8(weight: SplitFP8Weight) -> torch.Tensor:
     call = JoinedFP8(*(part.data_ptr() for part in parts), rows, blocks, room)
     library().triforce_join_fp8(ctypes.byref(call), torch.get_num_threads())
     return out
+
+
+def split_fp8(blocks: torch.Tensor) -> Parts:
+    """`split_fp8.split`. Raise SplitError."""
+    rows, count = blocks.shape[0], blocks.shape[1] // F8_E4M3.nbytes
+    data = torch.empty(rows, count * F8_HIGH.nbytes, dtype=torch.uint8)
+    bases = torch.empty(rows, count, dtype=torch.uint8)
+    # A number has 7 bits at most.
+    low = torch.empty(rows * count * F8_E4M3.elements, dtype=torch.uint8)
+    starts = torch.empty(rows + 1, dtype=torch.int32)
+    blocks = blocks.contiguous()
+    parts = (data, bases, low, starts, blocks)
+    call = JoinedFP8(*(part.data_ptr() for part in parts), rows, count, len(low))
+    if (used := library().triforce_split_fp8(ctypes.byref(call))) < 0:
+        raise SplitError(CANNOT_SCALE)
+    return Parts(data, bases, low[:used], starts)
 
 
 def integer_matmul(x: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:

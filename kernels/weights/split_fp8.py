@@ -12,7 +12,7 @@ of a number are its sign and a code of 4 bits. A code says more of the mantissa 
 
 The low bits are those that the code does not say. They follow one another, each number's from its
 lowest on, and each row begins with a byte. Normal numbers have 2.1 of them on average; there is
-room for 2.5 (`limits.LOW_BYTES_OF_FP8`). Read alone, a code stands for about the mean of its
+room for 2.9 (`limits.LOW_BYTES_OF_FP8`). Read alone, a code stands for about the mean of its
 numbers (`blocks.F8_LEVELS`), and code 0 for half of the least number above.
 """
 
@@ -20,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from triforce_kernels import limits
 from triforce_kernels.checks import require
@@ -37,6 +38,7 @@ _NUMBERS = F8_E4M3.elements
 LEAST_BASE = 5
 # The scale of F8_HIGH is that of the block times 2 to the power of its base less this.
 SCALED_BASE = 13
+CANNOT_SCALE = "a scale of FP8 is too small, or too large, to be split"
 # How many low bits the codes have.
 LOW_BITS = (7, 3, 2, 2, *12 * (1,))
 _MOST_BITS = max(LOW_BITS)
@@ -72,6 +74,13 @@ class SplitFP8Weight(SplitWeight):
     def device(self) -> torch.device:
         return self.data.device
 
+    @property
+    def rows_at_once(self) -> int:
+        """Number of rows that are joined at a time."""
+        by_gpu = self.device.type == "cuda" and backend(self.device) == TRITON
+        numbers = limits.FP8_AT_ONCE_ON_GPU if by_gpu else limits.FP8_AT_ONCE
+        return max(1, numbers // self.shape[1])
+
     def rows(self, first: int, end: int) -> SplitFP8Weight:
         """StoredWeight.rows."""
         return replace(
@@ -104,10 +113,17 @@ class SplitFP8Weight(SplitWeight):
         """Yield the matrix as blocks of F8_E4M3, some rows at a time, each time with the index of
         the first.
         """
-        by_gpu = self.device.type == "cuda" and backend(self.device) == TRITON
-        numbers = limits.FP8_AT_ONCE_ON_GPU if by_gpu else limits.FP8_AT_ONCE
-        for first, part in self.parts(max(1, numbers // self.shape[1])):
+        for first, part in self.parts(self.rows_at_once):
             yield first, BlockWeight(join(part), F8_E4M3, self.shape[1])
+
+
+class Parts(NamedTuple):
+    """Some rows that are split, as in SplitFP8Weight; `starts` begin with 0."""
+
+    data: torch.Tensor
+    bases: torch.Tensor
+    low: torch.Tensor
+    starts: torch.Tensor
 
 
 def split_into(blocks: torch.Tensor, into: SplitFP8Weight) -> None:
@@ -124,22 +140,17 @@ def split_into(blocks: torch.Tensor, into: SplitFP8Weight) -> None:
         into.starts[0] = 0
     end, first = int(into.starts[0]), 0
     for some in blocks.split(max(1, _SPLIT_AT_ONCE // columns)):
-        last, parts = first + len(some), some.contiguous().view(len(some), -1, F8_E4M3.nbytes)
-        numbers, scales = parts[..., :_NUMBERS], parts[..., _NUMBERS:].contiguous()
-        magnitudes = numbers & 127
-        bases = (magnitudes >> 3).amax(2, keepdim=True).clamp_(min=LEAST_BASE)
-        codes = _codes(magnitudes, bases)
-        into.bases[first:last] = bases.squeeze(2)
-        into.data[first:last] = _high(numbers >> 7, codes, _scaled(scales, bases)).flatten(1)
-        low, starts = _packed(magnitudes.flatten(1), codes.flatten(1))
-        begin, end = end, end + len(low)
+        last, parts = first + len(some), implementation("split_fp8", some.device)(some)
+        into.bases[first:last] = parts.bases
+        into.data[first:last] = parts.data
+        begin, end = end, end + len(parts.low)
         if end > len(into.low):
             raise SplitError(
                 f"the low bits of a matrix take more than {len(into.low)} bytes, which is the room "
                 "that the split format has: many numbers are far below the greatest of their block"
             )
-        into.low[begin:end] = low
-        into.starts[first + 1 : last + 1] = begin + starts
+        into.low[begin:end] = parts.low
+        into.starts[first + 1 : last + 1] = begin + parts.starts[1:]
         first = last
 
 
@@ -167,6 +178,8 @@ def split_matmul(x: torch.Tensor, weight: SplitFP8Weight) -> torch.Tensor:
     """Multiply x [rows, in] by the transposed weight: [rows, out] in x's dtype, by the blocks of
     some of its rows at a time (`blocks.block_matmul`). Raises ValueError.
     """
+    if weight.shape[0] <= weight.rows_at_once:
+        return block_matmul(x, BlockWeight(join(weight), F8_E4M3, weight.shape[1]))
     out = x.new_empty(x.shape[0], weight.shape[0])
     for first, part in weight.blocks():
         out[:, first : first + part.shape[0]] = block_matmul(x, part)
@@ -195,6 +208,18 @@ def reference_join(weight: SplitFP8Weight) -> torch.Tensor:
     return torch.cat((signs << 7 | magnitudes, scales.view(torch.uint8)), 2).flatten(1)
 
 
+def reference_split(blocks: torch.Tensor) -> Parts:
+    """Split blocks of F8_E4M3, [rows, bytes of a row]. Raises SplitError."""
+    parts = blocks.contiguous().view(len(blocks), -1, F8_E4M3.nbytes)
+    numbers, scales = parts[..., :_NUMBERS], parts[..., _NUMBERS:].contiguous()
+    magnitudes = numbers & 127
+    bases = (magnitudes >> 3).amax(2, keepdim=True).clamp_(min=LEAST_BASE)
+    codes = _codes(magnitudes, bases)
+    data = _high(numbers >> 7, codes, _scaled(scales, bases)).flatten(1)
+    low, ends = _packed(magnitudes.flatten(1), codes.flatten(1))
+    return Parts(data, bases.squeeze(2), low, F.pad(ends, (1, 0)))
+
+
 def _codes(magnitudes: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
     """Return the codes of numbers without their signs, [rows, blocks, 128] uint8."""
     below = bases - (magnitudes >> 3)
@@ -214,7 +239,7 @@ def _scaled(scales: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
     scales, power = scales.view(torch.float32), bases.int() - SCALED_BASE
     scaled = torch.ldexp(scales, power)
     if not torch.equal(torch.ldexp(scaled, -power), scales):
-        raise SplitError("a scale of FP8 is too small, or too large, to be split")
+        raise SplitError(CANNOT_SCALE)
     return scaled.view(torch.uint8)
 
 

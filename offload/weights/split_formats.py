@@ -96,7 +96,7 @@ class SplitBF16(Matrix):
 
 @dataclass(frozen=True)
 class SplitFP8(Matrix):
-    """A matrix in blocks of F8_E4M3, bit for bit, in 7.9 bits per number. 5.25 of them are blocks
+    """A matrix in blocks of F8_E4M3, bit for bit, in 8.2 bits per number. 5.25 of them are blocks
     of F8_HIGH, which can be computed with alone; the others may be elsewhere
     (`triforce_kernels.weights.split_fp8`).
     """

@@ -12,10 +12,13 @@ import torch
 from bench.kernel_cases import CALLS, CHUNK, KernelCases, KernelRow, Run
 from frame import timed
 from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
-from triforce_kernels.weights import split_bf16
+from triforce_kernels.weights import split_bf16, split_fp8
+from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH
+from triforce_kernels.weights.blocks import BlockWeight, block_matmul
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_offload.kv.block_format import SplitBlocks
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.weights.split_formats import SplitFP8
 
 BLOCK_TOKENS = 1024
 COPY = "copy of as many numbers"
@@ -44,6 +47,30 @@ class SplitCases(KernelCases):
         high = [HighBitsWeight.of(each) for each in weights]
         name = "product by high bits"
         yield from self.products(name, high, numbers, high_bits_matmul, dense, (1, 17))
+        if width % F8_E4M3.elements == 0:
+            yield from self._fp8(dense, shape)
+
+    def _fp8(self, dense: list[torch.Tensor], shape: str) -> Iterator[KernelRow]:
+        """dense: matrices of as many numbers as those in FP8"""
+        out, width = dense[0].shape
+        form = SplitFP8(out, width)
+        weights = [form.view(self._bytes(form.nbytes)) for _ in dense]
+        for each, weight in zip(dense, weights, strict=True):
+            bits = (each.float() * 5000).to(torch.float8_e4m3fn).view(torch.uint8)
+            scales = torch.full((out, width // F8_E4M3.elements, 1), 2e-4, device=bits.device)
+            parts = bits.unflatten(1, (-1, F8_E4M3.elements)), scales.view(torch.uint8)
+            weight.write(torch.cat(parts, 2).flatten(1))
+        nbytes = int(weights[0].starts[-1]) + form.high_bytes + out * F8_E4M3.row_bytes(width)
+        yield self.row(
+            "join_fp8", shape, nbytes, 0.0, [partial(split_fp8.join, w) for w in weights],
+            (COPY, [d.clone for d in dense]),
+        )  # fmt: skip
+        high = [BlockWeight(weight.data, F8_HIGH, width) for weight in weights]
+        name = "product by high bits of FP8"
+        yield from self.products(name, high, form.draft_bytes, block_matmul, dense, (1, 17))
+        yield from self.products(
+            "product by split FP8", weights, nbytes, split_fp8.split_matmul, dense, (1, 17)
+        )
 
     def _blocks_of_kv(self) -> Iterator[KernelRow]:
         shape, exact = self._shape, self._keys_values()

@@ -210,8 +210,10 @@ def split_layouts(
     def split(name: str, shape: tuple[int, ...]) -> Format:
         made = pieces(name) if pieces else ()
         if any(kind is F8_E4M3 for _, kind in made):
-            stored, experts = matrix(made, shape[1], dtype), name.rpartition(".")[2] in EXPERT_PARTS
-            return stored if experts or name in unsplit else when_split(stored)
+            stored = matrix(made, shape[1], dtype)
+            # Rows of an embedding are looked up, and each expert is multiplied by itself.
+            whole = "." not in name or name.rpartition(".")[2] in EXPERT_PARTS
+            return stored if whole or name in unsplit else when_split(stored)
         small = prod(shape) <= limits.MOST_SPLIT_NUMBERS and name not in unsplit
         if shape[1] % 2 or not small or dtype_name(dtype) != "bfloat16":
             return Dense(shape, dtype)

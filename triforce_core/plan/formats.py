@@ -42,7 +42,7 @@ def split_weights(
     """
     if which == SPLIT:
         layouts = split_layouts(config, dtype, unsplit, pieces)
-        if layouts.split:
+        if layouts.split or (unsplit and pieces):
             return layouts
     if (name := dtype_name(dtype)) != "bfloat16":
         raise UsageError(

@@ -1,10 +1,19 @@
-/* Split FP8 matrices, joined to blocks of F8_E4M3: their rows are divided among threads. */
+/* Split FP8 matrices: splitting blocks of F8_E4M3, and joining them again, whose rows are divided among
+   threads. */
 #include <string.h>
 
 #include "host.h"
 #include "threads.h"
 
 enum { NUMBERS = 128, HIGH_BYTES = 84, BLOCK_BYTES = 132, SIGNS = 4, CODES = 20 };
+
+/* 2^exponent, of a normal number. */
+static float power_of_two(int exponent) {
+    uint32_t bits = (uint32_t)(127 + exponent) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return power;
+}
 
 /* The number of a code without its sign; `low` are its low bits. */
 static uint8_t magnitude(int code, int base, uint8_t low) {
@@ -30,12 +39,9 @@ static void join_row(const JoinedFP8 *j, int64_t row) {
             int sign = high[SIGNS + i / 8] >> i % 8 & 1;
             out[i] = (uint8_t)(sign << 7 | magnitude(code, base, low));
         }
-        /* 2^(13 - base). */
-        uint32_t bits = (uint32_t)(127 + 13 - base) << 23;
-        float scale, power;
+        float scale;
         memcpy(&scale, high, 4);
-        memcpy(&power, &bits, 4);
-        scale *= power;
+        scale *= power_of_two(13 - base);
         memcpy(out + NUMBERS, &scale, 4);
     }
 }
@@ -46,6 +52,55 @@ static void joined_part(const void *job, int64_t first, int64_t end) {
 
 EXPORT void triforce_join_fp8(const JoinedFP8 *j, int threads) {
     divide(joined_part, j, j->rows, rows_at_once(j->blocks * NUMBERS), threads);
+}
+
+static int code_of(int magnitude, int base, int *length) {
+    int below = base - (magnitude >> 3);
+    *length = below < 3 ? 1 : below == 3 ? 2 : below == 4 ? 3 : 7;
+    if (below < 3) return (3 - below) * 4 + (magnitude >> 1 & 3);
+    return below == 3 ? 2 + (magnitude >> 2 & 1) : below == 4;
+}
+
+/* Splits the blocks in `out` into all else, in one thread: loading has several. Returns the bytes of
+   the low bits, -1 if they have no room, -2 if a scale cannot be divided. */
+EXPORT int64_t triforce_split_fp8(const JoinedFP8 *j) {
+    uint8_t *high = (uint8_t *)j->high, *bases = (uint8_t *)j->bases, *low = (uint8_t *)j->low;
+    int32_t *starts = (int32_t *)j->starts;
+    const uint8_t *in = j->out;
+    int64_t used = 0;
+    starts[0] = 0;
+    for (int64_t row = 0; row < j->rows; row++) {
+        uint32_t bits = 0;
+        int held = 0;
+        for (int64_t b = 0; b < j->blocks; b++, in += BLOCK_BYTES, high += HIGH_BYTES, bases++) {
+            int base = 5;
+            for (int i = 0; i < NUMBERS; i++)
+                if ((in[i] >> 3 & 15) > base) base = in[i] >> 3 & 15;
+            float scale, scaled;
+            memcpy(&scale, in + NUMBERS, 4);
+            scaled = scale * power_of_two(base - 13);
+            if (!(scaled * power_of_two(13 - base) == scale)) return -2;
+            memset(high, 0, HIGH_BYTES);
+            memcpy(high, &scaled, 4);
+            *bases = (uint8_t)base;
+            for (int i = 0; i < NUMBERS; i++) {
+                int magnitude = in[i] & 127, length, code = code_of(magnitude, base, &length);
+                high[SIGNS + i / 8] |= (uint8_t)(in[i] >> 7 << i % 8);
+                high[CODES + i / 64 * 32 + i % 32] |= (uint8_t)(code << i / 32 % 2 * 4);
+                bits |= (uint32_t)(magnitude & ((1 << length) - 1)) << held;
+                for (held += length; held >= 8; held -= 8, bits >>= 8) {
+                    if (used == j->room) return -1;
+                    low[used++] = (uint8_t)bits;
+                }
+            }
+        }
+        if (held) {
+            if (used == j->room) return -1;
+            low[used++] = (uint8_t)bits;
+        }
+        starts[row + 1] = (int32_t)used;
+    }
+    return used;
 }
 
 EXPORT int triforce_size_of_joinedfp8(void) { return sizeof(JoinedFP8); }

@@ -112,11 +112,11 @@ def _ways(case: Case) -> list[Case]:
 
 
 def _may_split_fp8(case: Case) -> bool:
-    """Whether weights in FP8 may be split. Experts cannot, and a processor has no kernel for them,
-    so that it could not compute a share that was asked for.
+    """Whether weights in FP8 may be split. Experts cannot; ranks could not load a matrix without
+    room; and a processor, which has no kernel, could not compute a share that was asked for.
     """
     fp8 = case.layouts.block_types == {F8_E4M3} and not case.layouts.experts
-    return fp8 and case.host_compute in (AUTO, 0)
+    return fp8 and case.hardware.gpus == 1 and case.host_compute in (AUTO, 0)
 
 
 def _choose(case: Case) -> Candidate:
