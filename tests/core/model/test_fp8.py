@@ -13,8 +13,13 @@ from oracle import assert_equal_but_for_ties
 from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.model.known.shapes import read_model
+from triforce_core.model.tensors import split_layouts
+from triforce_core.plan.formats import split_weights
+from triforce_kernels.weights.block_types import F8_E4M3, BlockType
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 from triforce_offload.plan.placement import Placement
+from triforce_offload.weights.formats import DTYPES
 
 PROMPT, NEW = random_ids(60), 24
 GREEDY = SamplingParams(NEW, temperature=0)
@@ -144,3 +149,21 @@ def test_rows_that_are_no_whole_blocks_are_refused(tmp_path) -> None:
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file)
     with pytest.raises(UnsupportedModelError, match=r"up_proj.weight is F8_E4M3 of shape"):
         engine(tmp_path)
+
+
+def test_rows_that_are_looked_up_stay_as_they_are_stored() -> None:
+    shape = read_model("qwen3-8b:FP8")
+    config = shape.config
+
+    def pieces(name: str) -> list[tuple[int, BlockType | None]]:
+        return shape.pieces(name) if "." in name else [(config.vocab_rows, F8_E4M3)]
+
+    layouts = split_layouts(config, DTYPES["bfloat16"], pieces=pieces)
+    for each in (layouts.head.formats["head"], layouts.embedding.formats["embedding"]):
+        assert each.block_type is F8_E4M3
+        assert not each.split
+    assert all(layer.formats["qkv"].split for layer in layouts.layers)
+    unsplit = {f"layers.{i}.{part}" for i in range(36) for part in ("qkv", "o", "gate_up", "down")}
+    for name in ("bfloat16", "float16"):
+        stored = split_weights("split", config, DTYPES[name], unsplit, shape.pieces)
+        assert not any(layer.low_bytes for layer in stored.layers)
