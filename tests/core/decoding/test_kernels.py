@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 # What is not dense has tests of its own; an emulated link has to carry what is gathered.
-PACKED = {"integer_matmul", "decode_blocks", "block_matmul", "join_fp8"}
+PACKED = {"integer_matmul", "decode_blocks", "block_matmul"}
 # Of bfloat16, which products in the interpreter do not know; see kernels/test_split_bf16.py.
 SPLIT = {
     *("decode_split", "split_matmul", "high_bits_matmul"),
@@ -33,7 +33,9 @@ OF_RECURRENT = {
 RECURRENT = {name for name, paths in KERNELS.items() if paths.triton.startswith("recurrent.")}
 # The processor's compiled kernels, where there are any.
 HERE = [HOST] if DEVICE == "cpu" and library() else []
-NOT_USED = PACKED | SPLIT | EXPERTS | ({"gather_chunks"} if DEVICE == "cpu" else set())
+NOT_USED = (
+    PACKED | SPLIT | EXPERTS | {"join_fp8"} | ({"gather_chunks"} if DEVICE == "cpu" else set())
+)
 # The others are PyTorch's operators on a GPU, too.
 OF_TRITON = {name: paths for name, paths in KERNELS.items() if paths.triton != paths.reference}
 
