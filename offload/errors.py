@@ -56,7 +56,7 @@ class CheckpointError(TriforceError):
 
 
 class CannotSplitError(CheckpointError):
-    """Matrices have more exceptions than the split format has room for.
+    """Matrices have more numbers far below others than the split format has room for.
 
     path: path of the model
     names: names of the matrices
@@ -67,8 +67,8 @@ class CannotSplitError(CheckpointError):
         first, *others = sorted(self.names)
         and_others = f" and {len(others)} other matrices" if others else ""
         super().__init__(
-            f"{path}: more numbers of {first}{and_others} are far below the greatest of their row "
-            "than the split format has room for; keep the weights dense"
+            f"{path}: more numbers of {first}{and_others} are far below the greatest beside them "
+            "than the split format has room for; leave out --weights split"
         )
 
 

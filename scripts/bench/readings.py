@@ -78,37 +78,6 @@ def whole_numbers(numbers: torch.Tensor) -> torch.Tensor:
     return rounded(numbers, scale).float() * scale
 
 
-# The bits per number, and the roundings of layer matrices, the output matrix, and keys and values.
-READINGS: dict[str, tuple[float, LayerReading | None, Reading | None, Reading | None]] = {
-    "layers by high bits": (8, high_bits_of_layer, None, None),
-    "output matrix by high bits": (8, None, high_bits, None),
-    "both": (8, high_bits_of_layer, high_bits, None),
-    **{
-        f"layers in groups of {GROUP} of {bits} bits{how}": (
-            bits + 0.5,
-            partial(groups, bits=bits, alike=bool(how)),
-            None,
-            None,
-        )
-        for bits in (4, 3)
-        for how in ("", ", all columns alike")
-    },
-    "KV by high bits": (8, None, None, lambda kv: high_bits(kv, 2)),
-    "KV in whole numbers": (8, None, None, whole_numbers),
-    "layers by high bits, KV in whole numbers": (8, high_bits_of_layer, None, whole_numbers),
-    "layers and KV by high bits": (8, high_bits_of_layer, None, lambda kv: high_bits(kv, 2)),
-}
-# The same of a model whose layers are in FP8.
-OF_FP8 = {
-    "FP8 layers by high bits": (5.25, lambda *given: high_bits_of_fp8(*given), None, None),
-    **{
-        f"FP8 {name}": READINGS[name]
-        for name in (f"layers in groups of {GROUP} of {bits} bits" for bits in (4, 3))
-    },
-}
-READINGS |= OF_FP8
-
-
 def in_fp8(matrix: torch.Tensor) -> SplitFP8Weight:
     """Return a matrix in FP8, split, with zeros in the columns that fill its last blocks."""
     rows, columns = matrix.shape
@@ -134,6 +103,37 @@ def exact_fp8(matrix: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
 def high_bits_of_fp8(matrix: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Round a matrix in FP8 to its high bits. inputs: not used"""
     return decode(in_fp8(matrix).data, F8_HIGH, torch.float32)[:, : matrix.shape[1]]
+
+
+# The bits per number, and the roundings of layer matrices, the output matrix, and keys and values.
+READINGS: dict[str, tuple[float, LayerReading | None, Reading | None, Reading | None]] = {
+    "layers by high bits": (8, high_bits_of_layer, None, None),
+    "output matrix by high bits": (8, None, high_bits, None),
+    "both": (8, high_bits_of_layer, high_bits, None),
+    **{
+        f"layers in groups of {GROUP} of {bits} bits{how}": (
+            bits + 0.5,
+            partial(groups, bits=bits, alike=bool(how)),
+            None,
+            None,
+        )
+        for bits in (4, 3)
+        for how in ("", ", all columns alike")
+    },
+    "KV by high bits": (8, None, None, lambda kv: high_bits(kv, 2)),
+    "KV in whole numbers": (8, None, None, whole_numbers),
+    "layers by high bits, KV in whole numbers": (8, high_bits_of_layer, None, whole_numbers),
+    "layers and KV by high bits": (8, high_bits_of_layer, None, lambda kv: high_bits(kv, 2)),
+}
+# Those of a model whose layers are in FP8.
+OF_FP8 = {
+    "FP8 layers by high bits": (5.25, high_bits_of_fp8, None, None),
+    **{
+        f"FP8 {name}": READINGS[name]
+        for name in (f"layers in groups of {GROUP} of {bits} bits" for bits in (4, 3))
+    },
+}
+READINGS |= OF_FP8
 
 
 def measure(args: argparse.Namespace) -> Iterator[Figures]:

@@ -117,6 +117,19 @@ def test_accounted_bytes_cover_what_is_allocated(
         assert accounted <= (2 if family == "gemma2" else 1.35) * peak
 
 
+def plain_peaks(path: Path, prompt_tokens: int, **options: object) -> tuple[int, int]:
+    """The bytes that plain decoding allocates at most, and those that are accounted."""
+    options |= {"device": "cpu", "max_context": prompt_tokens + 20, "method": "autoregressive"}
+    stats = {}
+
+    def run() -> None:
+        with Engine.from_pretrained(path, **options) as engine:
+            result = engine.generate(random_ids(prompt_tokens), SamplingParams(10))
+            stats.update(result.stats)
+
+    return allocated_peak(run, 0), stats["memory"]["device_peak_bytes"]
+
+
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("placement", ["resident", "weights"])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
@@ -126,21 +139,8 @@ def test_accounted_bytes_cover_what_decoding_takes(
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     model = make_model("llama", tmp_path, **sizes)
     write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
-    stats = {}
-
-    def run() -> None:
-        with Engine.from_pretrained(
-            tmp_path / "m.gguf",
-            device="cpu",
-            max_context=80,
-            weights="stored",
-            method="autoregressive",
-            placement=PLACEMENTS[placement],
-        ) as engine:
-            stats.update(engine.generate(random_ids(60), SamplingParams(10)).stats)
-
-    peak = allocated_peak(run, 0)
-    accounted = stats["memory"]["device_peak_bytes"]
+    options = {"weights": "stored", "placement": PLACEMENTS[placement]}
+    peak, accounted = plain_peaks(tmp_path / "m.gguf", 60, **options)
     assert peak <= accounted <= 3 * peak
 
 
@@ -155,22 +155,8 @@ def test_accounted_bytes_cover_what_joining_fp8_takes(
         monkeypatch.setattr(dispatch, "_forced", kernels)
     more = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
     quantise(tmp_path, make_model("llama", tmp_path, **FP8_SIZES | more))
-    stats = {}
-
-    def run() -> None:
-        with Engine.from_pretrained(
-            tmp_path,
-            device="cpu",
-            max_context=180,
-            dtype=dtype,
-            weights="split",
-            method="autoregressive",
-            placement=PLACEMENTS[placement],
-        ) as engine:
-            stats.update(engine.generate(random_ids(160), SamplingParams(10)).stats)
-
-    peak = allocated_peak(run, 0)
-    accounted = stats["memory"]["device_peak_bytes"]
+    options = {"weights": "split", "dtype": dtype, "placement": PLACEMENTS[placement]}
+    peak, accounted = plain_peaks(tmp_path, 160, **options)
     assert peak <= accounted <= 3 * peak
 
 

@@ -80,8 +80,8 @@ def load(
             which, count = min(unsplit), len(unsplit)
             kept = f"{count} matrices are not split, {which} among them"
             warnings.warn(
-                f"{kept if count > 1 else f'{which} is not split'}, with more exceptions than "
-                "the split format has room for; the model is read once more",
+                f"{kept if count > 1 else f'{which} is not split'}, with more numbers far below "
+                "others than the split format has room for; the model is read once more",
                 RuntimeWarning,
                 stacklevel=2,
             )

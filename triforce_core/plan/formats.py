@@ -40,22 +40,24 @@ def split_weights(
     pieces: pieces of quantised matrices, if there are any
     Raises UsageError.
     """
-    if which == SPLIT:
-        layouts = split_layouts(config, dtype, unsplit, pieces)
-        if layouts.split or (unsplit and pieces):
-            return layouts
-    if (name := dtype_name(dtype)) != "bfloat16":
+    name, in_blocks = dtype_name(dtype), which == SPLIT and splits_blocks(config, dtype, pieces)
+    if name != "bfloat16" and not in_blocks:
         raise UsageError(
             f"only bfloat16 and FP8 can be split, and weights are in {name} here: use --dtype "
             "bfloat16"
         )
     if which == SPLIT:
-        return layouts
+        return split_layouts(config, dtype, unsplit, pieces)
     if not any(spec.mlp.active for spec in config.layers):
         raise UsageError(
             "--weights split-experts is for models with experts; --weights split is for all"
         )
     return split_experts_layouts(config, dtype, unsplit)
+
+
+def splits_blocks(config: ModelConfig, dtype: ElementType, pieces: Pieces | None) -> bool:
+    """Return whether some matrices are stored in blocks that can be split."""
+    return pieces is not None and split_layouts(config, dtype, pieces=pieces).joins_blocks
 
 
 def element_type(asked: str, stored: str | None, *, gpu: bool) -> str:

@@ -6,6 +6,8 @@
 #include "threads.h"
 
 enum { NUMBERS = 128, HIGH_BYTES = 84, BLOCK_BYTES = 132, SIGNS = 4, CODES = 20 };
+/* As in `split_fp8.py`. */
+enum { LEAST_BASE = 5, SCALED_BASE = 13 };
 
 /* 2^exponent, of a normal number. */
 static float power_of_two(int exponent) {
@@ -41,7 +43,7 @@ static void join_row(const JoinedFP8 *j, int64_t row) {
         }
         float scale;
         memcpy(&scale, high, 4);
-        scale *= power_of_two(13 - base);
+        scale *= power_of_two(SCALED_BASE - base);
         memcpy(out + NUMBERS, &scale, 4);
     }
 }
@@ -73,13 +75,13 @@ EXPORT int64_t triforce_split_fp8(const JoinedFP8 *j) {
         uint32_t bits = 0;
         int held = 0;
         for (int64_t b = 0; b < j->blocks; b++, in += BLOCK_BYTES, high += HIGH_BYTES, bases++) {
-            int base = 5;
+            int base = LEAST_BASE;
             for (int i = 0; i < NUMBERS; i++)
                 if ((in[i] >> 3 & 15) > base) base = in[i] >> 3 & 15;
             float scale, scaled;
             memcpy(&scale, in + NUMBERS, 4);
-            scaled = scale * power_of_two(base - 13);
-            if (!(scaled * power_of_two(13 - base) == scale)) return -2;
+            scaled = scale * power_of_two(base - SCALED_BASE);
+            if (!(scaled * power_of_two(SCALED_BASE - base) == scale)) return -2;
             memset(high, 0, HIGH_BYTES);
             memcpy(high, &scaled, 4);
             *bases = (uint8_t)base;

@@ -65,7 +65,7 @@ def test_greedy_text_is_that_of_the_dequantised_model(
         assert layer >= 4 * elements
 
 
-def halved(name: str) -> Placement:
+def by_low_bits(name: str) -> Placement:
     """Low bits stream of some layers, or of all."""
     layers = {"all": (0, 1, 2), "one slot": (0, 2), "and whole ones": (1,)}[name]
     streamed = (0, 1, 2) if name == "and whole ones" else layers
@@ -81,11 +81,11 @@ def test_what_streams_by_its_low_bits_gives_the_text(quantised, name: str, dtype
     options = {"dtype": dtype, "method": "autoregressive", "kv": "dense"}
     with engine(path, weights="stored", **options) as plain:
         expected = plain.generate(PROMPT, GREEDY).token_ids
-    with engine(path, weights="split", placement=halved(name), **options) as running:
+    with engine(path, weights="split", placement=by_low_bits(name), **options) as running:
         result = running.generate(PROMPT, GREEDY)
         demand = running.runtime.plan.requirements
         assert running.plan.weights == "split"
-    # Without other bits of the output matrix, which bfloat16 splits.
+    # In bfloat16 the output matrix is split too, which changes no token here.
     assert result.token_ids == expected
     memory = result.stats["memory"]
     assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
@@ -96,7 +96,7 @@ def test_what_streams_by_its_low_bits_gives_the_text(quantised, name: str, dtype
         return
     options |= {"method": "triforce", "budget": 80, "draft": "none", "draft_tokens": 4}
     options |= {"draft_weights": "split"}
-    with engine(path, weights="split", placement=halved(name), **options) as drafting:
+    with engine(path, weights="split", placement=by_low_bits(name), **options) as drafting:
         result = drafting.generate(PROMPT, GREEDY)
         warm = drafting.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=3))
     assert result.token_ids == expected
@@ -105,11 +105,15 @@ def test_what_streams_by_its_low_bits_gives_the_text(quantised, name: str, dtype
     assert warm.stats["acceptance"]["target"] > 0.4
 
 
+def tensors_of_llama(path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The file of a llama in FP8, and its tensors."""
+    quantise(path, make_model("llama", path, **FP8_SIZES))
+    file = path / "model.safetensors"
+    return file, load_file(file)
+
+
 def test_a_matrix_with_too_many_small_numbers_is_not_split(tmp_path) -> None:
-    model = make_model("llama", tmp_path, **FP8_SIZES)
-    quantise(tmp_path, model)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
+    file, tensors = tensors_of_llama(tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"
     small = tensors[name].float()
     small[:, 1:] *= 2.0**-10
@@ -128,10 +132,7 @@ def test_a_matrix_with_too_many_small_numbers_is_not_split(tmp_path) -> None:
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path) -> None:
-    model = make_model("llama", tmp_path, **FP8_SIZES)
-    quantise(tmp_path, model)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
+    file, tensors = tensors_of_llama(tmp_path)
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
     save_file(tensors | {name: torch.ones(2, 1)}, file)
     with pytest.raises(CheckpointError, match=r"up_proj.weight_scale_inv is missing or not of"):

@@ -289,10 +289,10 @@ def test_a_matrix_that_planes_have_no_room_for_is_dense(tmp_path, placement: str
     with engine(tmp_path, "dense", **options | {"placement": PLACEMENTS["resident"]}) as dense:
         expected = dense.generate(PROMPT, GREEDY).token_ids
     read: list[str] = []
-    with pytest.warns(RuntimeWarning, match="not split") as told:
+    with pytest.warns(RuntimeWarning, match="not split") as warned:
         split = engine(tmp_path, "split", progress=lambda *at: read.append(at[0]), **options)
     # The head at once, then the layers, all of them.
-    assert [str(it.message)[:2] for it in told] == ["he", "4 "]
+    assert [str(it.message)[:2] for it in warned] == ["he", "4 "]
     assert read == ["load"] * 2 * LAYERS
     with split:
         assert split.generate(PROMPT, GREEDY).token_ids == expected

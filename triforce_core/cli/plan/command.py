@@ -19,8 +19,8 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
 from triforce_core.model.known.shapes import Shape, read_model, read_shape
-from triforce_core.model.tensors import kv_shape, matrices, split_layouts
-from triforce_core.plan.formats import SPLITS, element_type
+from triforce_core.model.tensors import kv_shape, matrices
+from triforce_core.plan.formats import SPLITS, element_type, splits_blocks
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
     HEAD_ACCEPTANCE,
@@ -157,7 +157,7 @@ def _case(args: argparse.Namespace) -> Case:
 def _dequantises(weights: str, shape: Shape, dtype: Dtype) -> bool:
     """Return whether weights in a format are no longer those of a quantised file."""
     if weights == SPLIT:
-        return not split_layouts(shape.config, dtype, pieces=shape.pieces).joins_blocks
+        return not splits_blocks(shape.config, dtype, shape.pieces)
     return weights in (DENSE, SPLIT_EXPERTS)
 
 
