@@ -28,6 +28,7 @@ _EXPERTS = "experts.grouped.reference_product"
 _ON_HOST = "host.experts.product"
 _GATED = "experts.grouped.by_tiles"
 _SPLIT_FP8 = "weights.split_fp8.reference_split"
+_SPLIT_QUANTS = "weights.split_quants.reference_split"
 _DENSE = "weights.linear.reference_dense"
 _CLAMPED = "layer.reference_clamped_swiglu"
 _CHUNKS, _FOLD = "recurrent.delta.reference_chunks", "recurrent.delta.reference_fold"
@@ -131,6 +132,12 @@ _PATHS: dict[str, tuple[str, ...]] = {
         "weights.split_fp8.reference_join",
         "weights.split_fp8_triton.join",
         "host.weights.join_fp8",
+    ),
+    "split_quants": (_SPLIT_QUANTS, _SPLIT_QUANTS, "host.weights.split_quants"),
+    "join_quants": (
+        "weights.split_quants.reference_join",
+        "weights.split_quants_triton.join",
+        "host.weights.join_quants",
     ),
     "high_bits_matmul": (
         "weights.high_bits.reference_matmul",

@@ -45,10 +45,10 @@ LEAST_EXCEPTIONS = 32
 # Normal numbers have 2.1, those of a Laplace distribution 2.8 (tests/kernels/test_split_fp8.py).
 # With this room, a split matrix takes no more than a stored one.
 LOW_BYTES_OF_FP8 = (23, 64)
-# Numbers of a split FP8 matrix that are joined at a time, so that the result stays in a cache, and
-# device bytes for each meanwhile: the result, and without a kernel temporaries
+# Numbers of a matrix in split blocks that are joined at a time, so that the result stays in a
+# cache, and device bytes for each meanwhile: the result, and without a kernel temporaries
 # (tests/core/test_memory.py).
-FP8_AT_ONCE_ON_GPU, FP8_AT_ONCE = 16 << 20, 1 << 18
+JOINED_AT_ONCE_ON_GPU, JOINED_AT_ONCE = 16 << 20, 1 << 18
 JOIN_BYTES_BY_KERNEL, JOIN_BYTES = 2, 64
 # Places of exceptions are 32-bit integers, of which the greatest stands for none.
 MOST_SPLIT_NUMBERS = 2**31 - 2

@@ -19,7 +19,7 @@ from triforce_kernels.host.structures import STRUCTURES
 # may be forced, so that tests compare them.
 VARIABLE = "TRIFORCE_VECTORS"
 # As in `source/host.h`. A library of another version is not used.
-_VERSION = 10
+_VERSION = 11
 
 _Long, _Address = ctypes.c_int64, ctypes.c_void_p
 
@@ -54,9 +54,9 @@ def library() -> ctypes.CDLL | None:
         found.triforce_choose.argtypes = [_Address] * 6
         found.triforce_sequence.argtypes = (_Address, _Address, _Long, ctypes.c_int)
         found.triforce_map.argtypes = (_Long, _Address, _Address, _Long)
-        for name in ("decode_kv", "join_fp8", "delta", "norm", "gated", "rope"):
+        for name in ("decode_kv", "join_fp8", "join_quants", "delta", "norm", "gated", "rope"):
             getattr(found, f"triforce_{name}").argtypes = (_Address, ctypes.c_int)
-        found.triforce_split_fp8.argtypes = (_Address,)
+        found.triforce_split_fp8.argtypes = found.triforce_split_quants.argtypes = (_Address,)
         found.triforce_split_fp8.restype = _Long
         found.triforce_sum.argtypes = (_Address, _Long, ctypes.c_int)
         found.triforce_sum.restype = ctypes.c_uint64

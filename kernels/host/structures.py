@@ -111,6 +111,15 @@ class KVBlock(ctypes.Structure):
     )
 
 
+class JoinedQuants(ctypes.Structure):
+    """`JoinedQuants` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("high", "low", "out")),
+        *((name, _Long) for name in ("blocks", "format")),
+    )
+
+
 class JoinedFP8(ctypes.Structure):
     """`JoinedFP8` of `source/host.h`."""
 
@@ -193,6 +202,7 @@ STRUCTURES = (
         Attention,
         KVBlock,
         JoinedFP8,
+        JoinedQuants,
         Norm,
         Gate,
         Call,
@@ -211,7 +221,8 @@ FORMATS = {
         (
             *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
             *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
-            *("F8_E4M3", "F8_HIGH", "SPLIT_BF16", "HIGH_BF16", "INT4", "INT3"),
+            *("F8_E4M3", "F8_HIGH", "Q8_0_HIGH", "Q5_K_HIGH", "Q6_K_HIGH"),
+            *("SPLIT_BF16", "HIGH_BF16", "INT4", "INT3"),
         )
     )
 }

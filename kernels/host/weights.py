@@ -13,9 +13,17 @@ import torch
 
 from triforce_kernels.checks import require
 from triforce_kernels.host.library import library
-from triforce_kernels.host.structures import DENSE, FORMATS, JoinedFP8, Product, Weight
+from triforce_kernels.host.structures import (
+    DENSE,
+    FORMATS,
+    JoinedFP8,
+    JoinedQuants,
+    Product,
+    Weight,
+)
 from triforce_kernels.limits import FEW_ROWS
-from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, BlockType
+from triforce_kernels.weights import split_quants as quants
+from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, HIGH_QUANTS, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.integers import IntegerWeight
@@ -98,6 +106,33 @@ def split_fp8(blocks: torch.Tensor) -> Parts:
     if (used := library().triforce_split_fp8(ctypes.byref(call))) < 0:
         raise SplitError(CANNOT_SCALE)
     return Parts(data, bases, low[:used], starts)
+
+
+def join_quants(data: torch.Tensor, low: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """`split_quants.SplitQuantsWeight.join`."""
+    of_row = data.shape[1] // HIGH_QUANTS[kind.name].nbytes
+    out = data.new_empty(len(data), of_row * kind.nbytes)
+    call = _joined_quants(data, low, out, len(data) * of_row, kind)
+    library().triforce_join_quants(ctypes.byref(call), torch.get_num_threads())
+    return out
+
+
+def split_quants(blocks: torch.Tensor, kind: BlockType) -> quants.Parts:
+    """`split_quants.reference_split`."""
+    rows, count = blocks.shape[0], blocks.shape[1] // kind.nbytes
+    data = blocks.new_empty(rows, count * HIGH_QUANTS[kind.name].nbytes)
+    low = blocks.new_empty(rows, count * quants.LOW_BYTES[kind.name])
+    blocks = blocks.contiguous()
+    call = _joined_quants(data, low, blocks, rows * count, kind)
+    library().triforce_split_quants(ctypes.byref(call))
+    return quants.Parts(data, low)
+
+
+def _joined_quants(
+    data: torch.Tensor, low: torch.Tensor, out: torch.Tensor, count: int, kind: BlockType
+) -> JoinedQuants:
+    places = (part.data_ptr() for part in (data, low, out))
+    return JoinedQuants(*places, count, FORMATS[kind.name])
 
 
 def integer_matmul(x: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:

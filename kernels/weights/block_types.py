@@ -64,11 +64,20 @@ F8_E4M3 = BlockType("F8_E4M3", 0, 128, 132)
 # The high 5 bits of such numbers (`split_fp8`): a scale in float32, then the signs of 128 numbers,
 # then 4 bits of each.
 F8_HIGH = BlockType("F8_HIGH", 0, 128, 84)
+# Blocks of which each has the scales of a GGUF block and the high 4 bits of its numbers
+# (`split_quants`), by the name of that block's type.
+HIGH_QUANTS = {
+    "Q8_0": BlockType("Q8_0_HIGH", 0, 32, 18),
+    "Q6_K": BlockType("Q6_K_HIGH", 0, 256, 146),
+    "Q5_K": BlockType("Q5_K_HIGH", 0, 256, 144),
+}
 # Numbers of 16 bits as blocks of one, which a model that computes in float32 keeps as they are.
 NARROW = {
     "bfloat16": BlockType("BF16", 30, 1, 2),
     "float16": BlockType("F16", 1, 1, 2),
 }
-ALL_TYPES = BLOCK_TYPES | {kind.name: kind for kind in (F8_E4M3, F8_HIGH, *NARROW.values())}
+ALL_TYPES = BLOCK_TYPES | {
+    kind.name: kind for kind in (F8_E4M3, F8_HIGH, *HIGH_QUANTS.values(), *NARROW.values())
+}
 # Types that no kernel of a processor decodes: their tables have thousands of entries.
 WITH_LARGE_TABLES = frozenset(name for name in ALL_TYPES if name.startswith(("IQ1", "IQ2", "IQ3")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from triforce_kernels import limits
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import HOST, REFERENCE, TRITON, backend, implementation
-from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights import high_quants
+from triforce_kernels.weights.block_types import HIGH_QUANTS, BlockType
 from triforce_kernels.weights.stored import StoredWeight
 
 # Types that kernels decode, on a GPU and on a CPU.
 FUSED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
-    *("F8_E4M3", "F8_HIGH"),
+    *("F8_E4M3", "F8_HIGH", *(high.name for high in HIGH_QUANTS.values())),
 )
 _BY = {
     TRITON: frozenset(FUSED),
@@ -210,6 +211,7 @@ _OWN = {
     "Q5_1": _q5_1,
     "F8_E4M3": _f8_e4m3,
     "F8_HIGH": _f8_high,
+    **{high.name: partial(high_quants.decode, kind=kind) for kind, high in HIGH_QUANTS.items()},
     "MXFP4": _mxfp4,
     "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
     "F16": lambda blocks: blocks.view(torch.float16).float(),

@@ -20,7 +20,7 @@ from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 # Blocks of these types begin at multiples of 4 bytes, and all others at even addresses.
-_BEGIN_AT_FOURS = ("Q4_K", "Q5_K", "F8_E4M3", "F8_HIGH")
+_BEGIN_AT_FOURS = ("Q4_K", "Q5_K", "Q5_K_HIGH", "F8_E4M3", "F8_HIGH")
 # Steps that one program of `decode` processes.
 _STEPS = 4
 # Layout of the numbers of a step: bytes of quants, and steps per block.
@@ -36,6 +36,9 @@ _SHAPES = {
     "Q4_K": (32, 4),
     "Q5_K": (32, 4),
     "Q6_K": (32, 4),
+    "Q8_0_HIGH": (16, 1),
+    "Q5_K_HIGH": (32, 4),
+    "Q6_K_HIGH": (32, 4),
 }
 
 
@@ -144,6 +147,11 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
         scale = _half(block)[:, None]
         low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
         high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
+    elif KIND == "Q8_0_HIGH":
+        both = tl.load(block[:, None] + 2 + byte[None, :]).to(tl.int32)
+        scale = _half(block)[:, None]
+        low = (both & 15).to(tl.float32) * (16 * scale) - 120.5 * scale
+        high = (both >> 4).to(tl.float32) * (16 * scale) - 120.5 * scale
     elif KIND == "MXFP4":
         both = tl.load(block[:, None] + 1 + byte[None, :]).to(tl.int32)
         scale = _power(block)[:, None]
@@ -159,22 +167,28 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
         start += part * 64
         low = _level(both & 15, signs, byte) * scale
         high = _level(both >> 4, signs + 4, byte) * scale
-    elif KIND == "Q6_K":
-        # Each half of 128 numbers has 64 bytes of low bits, and 32 bytes with the upper two bits.
+    elif KIND == "Q6_K" or KIND == "Q6_K_HIGH":
+        # Each half of 128 numbers has 64 bytes of 4 bits, and 32 bytes with the other two bits, of
+        # which blocks of high bits have none.
         half, quarter = part // 2, part % 2
         both = tl.load(block[:, None] + half * 64 + quarter * 32 + byte[None, :])
-        upper = tl.load(block[:, None] + 128 + half * 32 + byte[None, :])
-        low = (both & 15).to(tl.int32) | (((upper >> (2 * quarter)) & 3).to(tl.int32) << 4)
-        high = (both >> 4).to(tl.int32) | (((upper >> (2 * quarter + 4)) & 3).to(tl.int32) << 4)
-        scales = block[:, None] + 192 + half * 8 + quarter * 2 + (byte // 16)[None, :]
-        whole = _half(block + 208)[:, None]
+        low, high = (both & 15).to(tl.int32), (both >> 4).to(tl.int32)
+        after: tl.constexpr = 128 if KIND == "Q6_K_HIGH" else 192
+        if KIND == "Q6_K":
+            upper = tl.load(block[:, None] + 128 + half * 32 + byte[None, :])
+            low |= ((upper >> (2 * quarter)) & 3).to(tl.int32) << 4
+            high |= ((upper >> (2 * quarter + 4)) & 3).to(tl.int32) << 4
+        scales = block[:, None] + after + half * 8 + quarter * 2 + (byte // 16)[None, :]
+        whole = _half(block + after + 16)[:, None]
         low_scale = tl.load(scales).to(tl.int8, bitcast=True).to(tl.float32) * whole
         high_scale = tl.load(scales + 4).to(tl.int8, bitcast=True).to(tl.float32) * whole
         start += half * 128 + quarter * 32
         apart = 64
-        low = (low - 32).to(tl.float32) * low_scale
-        high = (high - 32).to(tl.float32) * high_scale
-    elif KIND == "Q4_K" or KIND == "Q5_K":
+        many: tl.constexpr = 4.0 if KIND == "Q6_K_HIGH" else 1.0
+        middle: tl.constexpr = 30.5 if KIND == "Q6_K_HIGH" else 32.0
+        low = (low.to(tl.float32) * many - middle) * low_scale
+        high = (high.to(tl.float32) * many - middle) * high_scale
+    elif KIND == "Q4_K" or KIND == "Q5_K" or KIND == "Q5_K_HIGH":
         # Pairs of groups of 32 numbers share their bytes; the fifth bits of all are in 32 bytes
         # before.
         quants: tl.constexpr = 48 if KIND == "Q5_K" else 16
@@ -186,8 +200,11 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
             high |= ((fifth >> (2 * part + 1)) & 1).to(tl.int32) << 4
         low_scale, low_least, high_scale, high_least = _scales_and_leasts(block, part)
         start += part * 64
-        low = low.to(tl.float32) * low_scale[:, None] - low_least[:, None]
-        high = high.to(tl.float32) * high_scale[:, None] - high_least[:, None]
+        low, high = low.to(tl.float32), high.to(tl.float32)
+        if KIND == "Q5_K_HIGH":
+            low, high = low * 2 + 0.5, high * 2 + 0.5
+        low = low * low_scale[:, None] - low_least[:, None]
+        high = high * high_scale[:, None] - high_least[:, None]
     else:
         five: tl.constexpr = KIND == "Q5_0" or KIND == "Q5_1"
         offset: tl.constexpr = KIND == "Q4_1" or KIND == "Q5_1"
@@ -205,9 +222,9 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
             least = _half(block + 2)[:, None]
             low, high = low.to(tl.float32) * scale + least, high.to(tl.float32) * scale + least
         else:
-            middle: tl.constexpr = 16 if five else 8
-            low = (low - middle).to(tl.float32) * scale
-            high = (high - middle).to(tl.float32) * scale
+            centre: tl.constexpr = 16 if five else 8
+            low = (low - centre).to(tl.float32) * scale
+            high = (high - centre).to(tl.float32) * scale
     return low, high, start, start + apart
 
 

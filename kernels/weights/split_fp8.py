@@ -18,20 +18,18 @@ numbers (`blocks.F8_LEVELS`), and code 0 for half of the least number above.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from triforce_kernels import limits
 from triforce_kernels.checks import require
-from triforce_kernels.dispatch import TRITON, backend, implementation
+from triforce_kernels.dispatch import implementation
 from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, BlockType
-from triforce_kernels.weights.blocks import BlockWeight, block_matmul, f8_high_parts, has_kernel
+from triforce_kernels.weights.blocks import f8_high_parts
 from triforce_kernels.weights.split_bf16 import SplitError
-from triforce_kernels.weights.stored import SplitWeight
+from triforce_kernels.weights.split_blocks import SplitBlocksWeight
 
 _NUMBERS = F8_E4M3.elements
 # With it, the numbers with code 1 have the field 1, the least of those that are not subnormal.
@@ -47,7 +45,7 @@ _SPLIT_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True)
-class SplitFP8Weight(SplitWeight):
+class SplitFP8Weight(SplitBlocksWeight):
     """A matrix [rows, columns] of whole blocks of F8_E4M3.
 
     data: [rows, bytes of a row] uint8, blocks of F8_HIGH
@@ -57,29 +55,18 @@ class SplitFP8Weight(SplitWeight):
     first: index in the whole matrix of the first row of this part
     """
 
-    dtype: ClassVar[torch.dtype] = torch.float32
-    kind: ClassVar[BlockType] = F8_E4M3
-
-    data: torch.Tensor
     bases: torch.Tensor
     low: torch.Tensor
     starts: torch.Tensor
     first: int = 0
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.data.shape[0], self.bases.shape[1] * _NUMBERS
+    def block_type(self) -> BlockType:
+        return F8_E4M3
 
     @property
-    def device(self) -> torch.device:
-        return self.data.device
-
-    @property
-    def rows_at_once(self) -> int:
-        """Number of rows that are joined at a time."""
-        by_gpu = self.device.type == "cuda" and backend(self.device) == TRITON
-        numbers = limits.FP8_AT_ONCE_ON_GPU if by_gpu else limits.FP8_AT_ONCE
-        return max(1, numbers // self.shape[1])
+    def high_type(self) -> BlockType:
+        return F8_HIGH
 
     def rows(self, first: int, end: int) -> SplitFP8Weight:
         """StoredWeight.rows."""
@@ -91,30 +78,13 @@ class SplitFP8Weight(SplitWeight):
             first=self.first + first,
         )
 
-    def dense_rows(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        """StoredWeight.dense_rows."""
-        for first, part in self.blocks():
-            for further, rows in part.dense_rows(dtype):
-                yield first + further, rows
-
-    def small_batch_matmul(self) -> Callable[[torch.Tensor, SplitFP8Weight], torch.Tensor] | None:
-        """StoredWeight.small_batch_matmul."""
-        return split_matmul if has_kernel(F8_E4M3, self.device) else None
-
-    def joined(self) -> torch.Tensor:
-        """SplitWeight.joined."""
-        return torch.cat([rows for _, rows in self.dense_rows(self.dtype)])
-
     def write(self, matrix: torch.Tensor) -> None:
         """SplitWeight.write."""
         split_into(matrix, self)
 
-    def blocks(self) -> Iterator[tuple[int, BlockWeight]]:
-        """Yield the matrix as blocks of F8_E4M3, some rows at a time, each time with the index of
-        the first.
-        """
-        for first, part in self.parts(self.rows_at_once):
-            yield first, BlockWeight(join(part), F8_E4M3, self.shape[1])
+    def join(self) -> torch.Tensor:
+        """SplitBlocksWeight.join."""
+        return join(self)
 
 
 class Parts(NamedTuple):
@@ -172,18 +142,6 @@ def join(weight: SplitFP8Weight) -> torch.Tensor:
         starts=weight.starts,
     )
     return implementation("join_fp8", weight.device)(weight)
-
-
-def split_matmul(x: torch.Tensor, weight: SplitFP8Weight) -> torch.Tensor:
-    """Multiply x [rows, in] by the transposed weight: [rows, out] in x's dtype, by the blocks of
-    some of its rows at a time (`blocks.block_matmul`). Raises ValueError.
-    """
-    if weight.shape[0] <= weight.rows_at_once:
-        return block_matmul(x, BlockWeight(join(weight), F8_E4M3, weight.shape[1]))
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    for first, part in weight.blocks():
-        out[:, first : first + part.shape[0]] = block_matmul(x, part)
-    return out
 
 
 def reference_join(weight: SplitFP8Weight) -> torch.Tensor:

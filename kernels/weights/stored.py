@@ -64,11 +64,14 @@ class SplitWeight(StoredWeight):
     alone.
 
     dtype: dtype of the numbers
-    kind: the block type in which a matrix is written; None if it is dense
     """
 
     dtype: ClassVar[torch.dtype]
-    kind: ClassVar[BlockType | None] = None
+
+    @property
+    def block_type(self) -> BlockType | None:
+        """The type of the blocks in which a matrix is written; None if it is dense."""
+        return None
 
     def parts(self, step: int) -> Iterator[tuple[int, SplitWeight]]:
         """Yield up to `step` rows at a time, each time with the index of the first: parts that can

@@ -87,13 +87,13 @@ def _read_split(
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1] // unit) * unit
     for first, part in into.parts(step):
         begin = Corner(corner.row + first, corner.column)
-        if into.kind is None:
+        if (kind := into.block_type) is None:
             numbers = torch.empty(part.shape, dtype=into.dtype)
             _read(source.read, name, numbers, begin, columns)
         else:
-            rows, row_bytes = part.shape[0], into.kind.row_bytes(part.shape[1])
+            rows, row_bytes = part.shape[0], kind.row_bytes(part.shape[1])
             numbers = torch.empty(rows, row_bytes, dtype=torch.uint8)
-            block = into.kind.elements, into.kind.nbytes
+            block = kind.elements, kind.nbytes
             _read(source.read_blocks, name, numbers, begin, columns, block)
         _reorder(numbers, order)
         part.write(numbers)

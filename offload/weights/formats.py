@@ -53,7 +53,7 @@ class Read(Enum):
 
     AS_STORED: no decoding
     SPLIT_BF16: all bits of split bfloat16
-    SPLIT_FP8: all bits of split FP8
+    SPLIT_BLOCKS: all bits of split blocks
     HIGH: high bits of bfloat16 alone
     GROUPS: groups of 4-bit numbers
     SMALL_GROUPS: groups of 3-bit numbers
@@ -62,7 +62,7 @@ class Read(Enum):
 
     AS_STORED = "as stored"
     SPLIT_BF16 = "split bf16"
-    SPLIT_FP8 = "split fp8"
+    SPLIT_BLOCKS = "split blocks"
     HIGH = "high bits"
     GROUPS = "groups"
     SMALL_GROUPS = "small groups"
@@ -244,7 +244,7 @@ class Stack(Format):
 
     @property
     def read(self) -> Read:  # type: ignore[override]
-        return Read.SPLIT_FP8 if self.split else Read.BLOCKS
+        return Read.SPLIT_BLOCKS if self.split else Read.BLOCKS
 
     @property
     def split(self) -> bool:  # type: ignore[override]

@@ -4,12 +4,13 @@ low bits, which may be elsewhere.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from triforce_kernels import limits
-from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, BlockType
+from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, HIGH_QUANTS, BlockType
 from triforce_offload.weights.formats import Blocks, Format, Matrix, Read, Stack, aligned
 
 if TYPE_CHECKING:
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from triforce_kernels.weights.blocks import BlockWeight
     from triforce_kernels.weights.high_bits import HighBitsWeight
     from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+    from triforce_kernels.weights.split_blocks import SplitBlocksWeight
     from triforce_kernels.weights.split_experts import SplitExpertsWeight
     from triforce_kernels.weights.split_fp8 import SplitFP8Weight
+    from triforce_kernels.weights.split_quants import SplitQuantsWeight
 
 
 @dataclass(frozen=True)
@@ -95,19 +98,24 @@ class SplitBF16(Matrix):
 
 
 @dataclass(frozen=True)
-class SplitFP8(Matrix):
-    """A matrix in blocks of F8_E4M3, bit for bit, in 8.2 bits per number. 5.25 of them are blocks
-    of F8_HIGH, which can be computed with alone; the others may be elsewhere
-    (`triforce_kernels.weights.split_fp8`).
+class SplitBlockMatrix(Matrix):
+    """A matrix in blocks, bit for bit, of which each is split into a block of fewer bits, which can
+    be computed with alone, and low bits, which may be elsewhere
+    (`triforce_kernels.weights.split_blocks`).
     """
 
-    read: ClassVar[Read] = Read.SPLIT_FP8
+    read: ClassVar[Read] = Read.SPLIT_BLOCKS
     draft_read: ClassVar[Read] = Read.BLOCKS
     split: ClassVar[bool] = True
 
     @property
-    def block_type(self) -> BlockType:
-        return F8_E4M3
+    @abstractmethod
+    def block_type(self) -> BlockType: ...
+
+    @property
+    @abstractmethod
+    def high_type(self) -> BlockType:
+        """The type of the blocks of high bits."""
 
     @property
     def nbytes(self) -> int:
@@ -115,18 +123,42 @@ class SplitFP8(Matrix):
 
     @property
     def draft_bytes(self) -> int:
-        return self.rows * F8_HIGH.row_bytes(self.columns)
+        return self.rows * self.high_type.row_bytes(self.columns)
 
     @property
     def high_bytes(self) -> int:
         return aligned(self.draft_bytes)
 
+    @abstractmethod
+    def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitBlocksWeight: ...
+
+    def view(self, buffer: torch.Tensor) -> SplitBlocksWeight:
+        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes :])
+
+    def high(self, buffer: torch.Tensor) -> BlockWeight:
+        from triforce_kernels.weights.blocks import BlockWeight
+
+        data = buffer[: self.draft_bytes].view(self.rows, -1)
+        return BlockWeight(data, self.high_type, self.columns)
+
+
+@dataclass(frozen=True)
+class SplitFP8(SplitBlockMatrix):
+    """A matrix in blocks of F8_E4M3, in 8.2 bits per number. 5.25 of them are blocks of F8_HIGH
+    (`triforce_kernels.weights.split_fp8`).
+    """
+
+    @property
+    def block_type(self) -> BlockType:
+        return F8_E4M3
+
+    @property
+    def high_type(self) -> BlockType:
+        return F8_HIGH
+
     @property
     def low_bytes(self) -> int:
         return sum(map(aligned, self._low_sizes))
-
-    def view(self, buffer: torch.Tensor) -> SplitFP8Weight:
-        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes :])
 
     def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitFP8Weight:
         import torch
@@ -141,17 +173,43 @@ class SplitFP8(Matrix):
         bases, starts = bases.view(self.rows, -1), starts.view(torch.int32)
         return SplitFP8Weight(self.high(high).data, bases, bits, starts)
 
-    def high(self, buffer: torch.Tensor) -> BlockWeight:
-        from triforce_kernels.weights.blocks import BlockWeight
-
-        return BlockWeight(buffer[: self.draft_bytes].view(self.rows, -1), F8_HIGH, self.columns)
-
     @property
     def _low_sizes(self) -> tuple[int, ...]:
         """Bytes of the low bits, of the bases of blocks, and of where each row begins."""
         numbers, (part, whole) = self.rows * self.columns, limits.LOW_BYTES_OF_FP8
         room = -(-numbers * part // whole) + self.rows
         return room, numbers // F8_HIGH.elements, 4 * (self.rows + 1)
+
+
+@dataclass(frozen=True)
+class SplitQuants(SplitBlockMatrix):
+    """A matrix in blocks of Q8_0, Q6_K or Q5_K, in as many bits. 4.5 of them, or a few more, are
+    blocks of high bits (`triforce_kernels.weights.split_quants`).
+    """
+
+    kind: BlockType
+
+    @property
+    def block_type(self) -> BlockType:
+        return self.kind
+
+    @property
+    def high_type(self) -> BlockType:
+        return HIGH_QUANTS[self.kind.name]
+
+    @property
+    def low_bytes(self) -> int:
+        return aligned(self._low_size)
+
+    def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitQuantsWeight:
+        from triforce_kernels.weights.split_quants import SplitQuantsWeight
+
+        bits = low[: self._low_size].view(self.rows, -1)
+        return SplitQuantsWeight(self.high(high).data, bits, self.kind)
+
+    @property
+    def _low_size(self) -> int:
+        return self.rows * self.kind.row_bytes(self.columns) - self.draft_bytes
 
 
 @dataclass(frozen=True)
@@ -189,7 +247,10 @@ def when_split(stored: Format) -> Format:
     """Return the format in which the same bits are split; the format itself if there is none."""
     if isinstance(stored, Stack):
         return Stack(tuple(map(when_split, stored.parts)))
-    if not isinstance(stored, Blocks) or stored.kind is not F8_E4M3:
+    if not isinstance(stored, Blocks):
         return stored
-    fits = stored.rows * stored.columns <= limits.MOST_SPLIT_NUMBERS
-    return SplitFP8(stored.rows, stored.columns) if fits else stored
+    rows, columns, kind = stored.rows, stored.columns, stored.kind
+    if kind.name in HIGH_QUANTS:
+        return SplitQuants(rows, columns, kind)
+    fits = kind is F8_E4M3 and rows * columns <= limits.MOST_SPLIT_NUMBERS
+    return SplitFP8(rows, columns) if fits else stored

@@ -31,9 +31,9 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs the compiled kern
 MAKES = found.makes(LIBRARY) if LIBRARY else []
 KINDS = [ALL_TYPES[name] for name in structures.FORMATS if name in ALL_TYPES]
 # Where the half-precision numbers of a block are, whose exponents random bits would make too large.
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q6_K_HIGH": (144,)}
 HALVES |= dict.fromkeys(("MXFP4", "F8_E4M3", "F8_HIGH"), ())
-HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q5_K_HIGH"), (0, 2))
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,11 @@ from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
 
 from triforce_kernels import limits
 from triforce_kernels.dispatch import implementation
-from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3, F8_HIGH
+from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH
 from triforce_kernels.weights.blocks import F8_LEVELS, BlockWeight, block_matmul, decode
 from triforce_kernels.weights.linear import StackedWeight, linear
 from triforce_kernels.weights.split_bf16 import SplitError
+from triforce_kernels.weights.split_blocks import split_matmul
 from triforce_kernels.weights.split_fp8 import (
     LEAST_BASE,
     LOW_BITS,
@@ -21,7 +22,6 @@ from triforce_kernels.weights.split_fp8 import (
     join,
     reference_split,
     split_into,
-    split_matmul,
 )
 from triforce_offload.weights.formats import Blocks, Dense, Stack
 from triforce_offload.weights.split_formats import SplitFP8, when_split
@@ -150,8 +150,8 @@ def test_products_have_the_bits_of_those_with_blocks(backend, draw, monkeypatch,
     """Some rows of the weight at a time, the last fewer, and beside other formats. With more rows a
     GPU divides the depth otherwise.
     """
-    monkeypatch.setattr(limits, "FP8_AT_ONCE", 8 * COLUMNS)
-    monkeypatch.setattr(limits, "FP8_AT_ONCE_ON_GPU", 8 * COLUMNS)
+    monkeypatch.setattr(limits, "JOINED_AT_ONCE", 8 * COLUMNS)
+    monkeypatch.setattr(limits, "JOINED_AT_ONCE_ON_GPU", 8 * COLUMNS)
     blocks = in_blocks(normal())
     stored, weight = BlockWeight(blocks.to(DEVICE), F8_E4M3, COLUMNS), split(blocks)
     for rows in (1, 3):
@@ -168,8 +168,8 @@ def test_products_have_the_bits_of_those_with_blocks(backend, draw, monkeypatch,
 
 
 def test_many_rows_are_multiplied_as_those_of_blocks_are(monkeypatch) -> None:
-    monkeypatch.setattr(limits, "FP8_AT_ONCE", 8 * COLUMNS)
-    monkeypatch.setattr(limits, "FP8_AT_ONCE_ON_GPU", 8 * COLUMNS)
+    monkeypatch.setattr(limits, "JOINED_AT_ONCE", 8 * COLUMNS)
+    monkeypatch.setattr(limits, "JOINED_AT_ONCE_ON_GPU", 8 * COLUMNS)
     blocks = in_blocks(normal())
     x = torch.randn(limits.FEW_ROWS + 3, COLUMNS).to(DEVICE)
     stored = BlockWeight(blocks.to(DEVICE), F8_E4M3, COLUMNS)
@@ -245,9 +245,3 @@ def test_stacks_are_split_part_by_part() -> None:
     assert form.high(high).shape == form.view(buffer).shape == (20, 256)
     assert torch.equal(form.high(high).parts[1], numbers)
     assert form.draft_bytes == 16 * 2 * F8_HIGH.nbytes + numbers.nbytes
-
-
-def test_no_matrix_of_other_blocks_is_split() -> None:
-    form = Blocks(8, 256, BLOCK_TYPES["Q8_0"])
-    assert when_split(form) is form
-    assert not form.split

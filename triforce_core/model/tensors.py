@@ -13,7 +13,7 @@ from triforce_core.model.feed_forward import EXPERT_PARTS, EXPERT_TENSORS
 from triforce_core.model.layers import FLOAT32_PARTS, LinearAttention, ShortConv
 from triforce_core.model.sharing.share import Pieces
 from triforce_kernels import limits
-from triforce_kernels.weights.block_types import F8_E4M3, BlockType
+from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import StateShape
 from triforce_offload.kv.windows.shape import WindowShape
@@ -197,11 +197,11 @@ def split_layouts(
     unsplit: Collection[str] = (),
     pieces: Pieces | None = None,
 ) -> Layouts:
-    """Return layouts with split matrices: those that are stored in FP8 bit for bit, others in
+    """Return layouts with split matrices: those in blocks that can be split bit for bit, others in
     bfloat16 if that is `dtype`. All else is in `dtype`.
 
-    Matrices with an odd number of columns stay as they are, experts in FP8, and matrices that have
-    too many numbers (experts of the largest models).
+    Matrices with an odd number of columns stay as they are, experts in blocks, blocks of other
+    types, and matrices that have too many numbers (experts of the largest models).
 
     unsplit: names of other matrices that stay as they are: `head`, `embedding` or `layers.N.PART`
     pieces: pieces of quantised matrices, if there are any
@@ -209,7 +209,7 @@ def split_layouts(
 
     def split(name: str, shape: tuple[int, ...]) -> Format:
         made = pieces(name) if pieces else ()
-        if any(kind is F8_E4M3 for _, kind in made):
+        if any(kind is not None for _, kind in made):
             stored = matrix(made, shape[1], dtype)
             # Rows of an embedding are looked up, and each expert is multiplied by itself.
             whole = "." not in name or name.rpartition(".")[2] in EXPERT_PARTS
@@ -321,13 +321,18 @@ class MatrixBytes:
 
 def _reads(layers: Sequence[FlatLayout], *, drafts: bool = False) -> tuple[Read, Read]:
     """Return how the matrices of a layer are read, and those of experts: like these, if there are
-    none.
+    none. Of layers in blocks, which may be of several types, some are split if any are.
     """
     own = layers[0].formats["qkv"]
     experts = next(
         (each.formats[EXPERT_PARTS[0]] for each in layers if EXPERT_PARTS[0] in each.formats), own
     )
-    return (own.draft_read, experts.draft_read) if drafts else (own.read, experts.read)
+    if drafts:
+        return own.draft_read, experts.draft_read
+    formats = (each for layer in layers for each in layer.formats.values())
+    if own.read is Read.BLOCKS and any(each.read is Read.SPLIT_BLOCKS for each in formats):
+        return Read.SPLIT_BLOCKS, experts.read
+    return own.read, experts.read
 
 
 def _sizes(layers: Sequence[FlatLayout], *, drafts: bool = False) -> tuple[float, float, float]:

@@ -163,7 +163,7 @@ class ProcessorShares(NamedTuple):
 def without_kernels(layouts: Layouts) -> list[str]:
     """Return the formats of weights for which a processor has no kernels."""
     if layouts.joins_blocks:
-        return ["split FP8"]
+        return ["split blocks"]
     return sorted(kind.name for kind in layouts.block_types if kind.name in WITH_LARGE_TABLES)
 
 

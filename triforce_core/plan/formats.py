@@ -16,7 +16,7 @@ from triforce_core.model.tensors import (
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, OFF, ON, SPLIT, SPLIT_EXPERTS, EngineConfig
-from triforce_kernels.weights.block_types import NARROW, BlockType
+from triforce_kernels.weights.block_types import HIGH_QUANTS, NARROW, BlockType
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import place
@@ -43,11 +43,11 @@ def split_weights(
     name, in_blocks = dtype_name(dtype), which == SPLIT and splits_blocks(config, dtype, pieces)
     if name != "bfloat16" and not in_blocks:
         raise UsageError(
-            f"only bfloat16 and FP8 can be split, and weights are in {name} here: use --dtype "
-            "bfloat16"
+            f"only bfloat16, FP8, {', '.join(HIGH_QUANTS)} can be split, and weights are in {name} "
+            "here: use --dtype bfloat16"
         )
     if which == SPLIT:
-        return split_layouts(config, dtype, unsplit, pieces)
+        return split_layouts(config, dtype, unsplit, pieces if in_blocks else None)
     if not any(spec.mlp.active for spec in config.layers):
         raise UsageError(
             "--weights split-experts is for models with experts; --weights split is for all"

@@ -8,12 +8,12 @@ from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODE_BYTES_ON_HOST,
     DECODED_AT_ONCE,
-    FP8_AT_ONCE,
-    FP8_AT_ONCE_ON_GPU,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
     JOIN_BYTES,
     JOIN_BYTES_BY_KERNEL,
+    JOINED_AT_ONCE,
+    JOINED_AT_ONCE_ON_GPU,
     SPLIT_AT_ONCE_ON_GPU,
     SPLIT_BYTES,
     SPLIT_BYTES_ON_GPU,
@@ -63,7 +63,7 @@ def joined_bytes(
 
     on_gpu, on_host: whether kernels of a GPU, or compiled ones of a processor, do so
     """
-    at_once = FP8_AT_ONCE_ON_GPU if on_gpu else FP8_AT_ONCE
+    at_once = JOINED_AT_ONCE_ON_GPU if on_gpu else JOINED_AT_ONCE
     each = JOIN_BYTES_BY_KERNEL if on_gpu or on_host else JOIN_BYTES
     joined = _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
     decoding = DECODE_BYTES_ON_HOST + itemsize if on_host else DECODE_BYTES

@@ -80,6 +80,10 @@ INLINE void put_chosen(Sink *to, int64_t i, Table table, bytes16 bytes, int shif
 #endif
 
 static const int8_t COUNTED[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+/* Twice the middle of the integers with the same high 4 of 5 bits, and of 6 bits less 32. */
+static const int8_t OF_FIVE[16] = {1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61};
+static const int8_t OF_SIX[16] = {-61, -53, -45, -37, -29, -21, -13, -5,
+                                  3,   11,  19,  27,  35,  43,  51,  59};
 static const int8_t CENTRED[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 /* Numbers of 2 and 3 bits, over and over. */
 static const int8_t TWO_BITS[16] = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
@@ -174,14 +178,30 @@ INLINE void scales_k(const uint8_t *at, float *out) {
     }
 }
 
-INLINE void part_q4_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+/* 64 numbers of 4 bits: 32 in the low 4 bits of bytes, and 32 in the high ones, which stand for
+   factor * scale * level + offset. */
+INLINE void put_fours(const uint8_t *at, int part, const float *scales, const int8_t *levels,
+                      float factor, int64_t c, Sink *to) {
     bytes16 both[2] = {load_bytes(at + 16 + 32 * part), load_bytes(at + 32 + 32 * part)};
     for (int upper = 0; upper < 2; upper++) {
         int index = 2 * part + upper;
-        Table table = table_of(COUNTED, all(scales[index]), all(scales[8 + index]));
+        Table table = table_of(levels, all(factor * scales[index]), all(scales[8 + index]));
         for (int i = 0; i < 2; i++)
             put_chosen(to, c + 32 * upper + 16 * i, table, both[i], 4 * upper);
     }
+}
+
+INLINE void part_q4_k(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    put_fours(at, part, scales, COUNTED, 1, c, to);
+}
+
+INLINE void part_q5_k_high(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    put_fours(at, part, scales, OF_FIVE, 0.5f, c, to);
+}
+
+INLINE void block_q8_0_high(const uint8_t *at, int64_t c, Sink *to) {
+    float d = half(at);
+    put_both(to, c, table_of(COUNTED, all(16 * d), all(-120.5f * d)), at + 2);
 }
 
 /* `count` bits of each byte, from bit `from` on, moved to bit `to`. */
@@ -206,6 +226,18 @@ INLINE void part_q6_k(const uint8_t *at, int part, const float *scales, int64_t 
     bytes32 two = moved_bits(load_more(high), part % 4 * 2, 2, 4);
     vf first = all(scales[2 * part]), second = all(scales[2 * part + 1]);
     put_more_scaled(to, c, (four | two) - 32, first, second);
+}
+
+INLINE void scales_q6_k_high(const uint8_t *at, float *out) {
+    scaled(load_bytes(at + 128), all(half(at + 144)), out);
+}
+
+INLINE void part_q6_k_high(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    const uint8_t *fours = at + part / 4 * 64 + part % 2 * 32;
+    for (int i = 0; i < 2; i++) {
+        Table table = scaled_table(OF_SIX, all(0.5f * scales[2 * part + i]));
+        put_chosen(to, c + 16 * i, table, load_bytes(fours + 16 * i), part / 2 % 2 * 4);
+    }
 }
 
 /* The 16 scales, then the 16 minima with the opposite sign. */

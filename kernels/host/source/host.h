@@ -18,7 +18,8 @@
 
 enum format {
     F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K,
-    IQ4_NL, IQ4_XS, MXFP4, F8_E4M3, F8_HIGH, SPLIT_BF16, HIGH_BF16, INT4, INT3
+    IQ4_NL, IQ4_XS, MXFP4, F8_E4M3, F8_HIGH, Q8_0_HIGH, Q5_K_HIGH, Q6_K_HIGH,
+    SPLIT_BF16, HIGH_BF16, INT4, INT3
 };
 
 /* A matrix [rows, columns].
@@ -111,6 +112,14 @@ typedef struct {
     uint8_t *out;
     int64_t rows, blocks, room;
 } JoinedFP8;
+
+/* `blocks` blocks of `format`, Q8_0, Q5_K or Q6_K, and what they are split into: blocks of high bits,
+   and low bits, see `SplitQuantsWeight`. */
+typedef struct {
+    const uint8_t *high, *low;
+    uint8_t *out;
+    int64_t blocks, format;
+} JoinedQuants;
 
 /* Norms of rows of `heads` heads of x, over `width` numbers of `format`, F32, F16 or BF16.
 

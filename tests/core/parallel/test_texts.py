@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 
 import gguf
 import pytest
@@ -150,8 +151,10 @@ def test_value_heads_in_the_order_of_gguf_files(
         assert layer.formats["o"].nbytes < 64 * 192, "at most half of 192 columns, in 8 bits"
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-@pytest.mark.parametrize("weights", ["stored", "dense"])
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [*product(("Q4_0", "Q8_0"), ("stored", "dense")), ("Q8_0", "split")],
+)
 def test_quantised_weights(tmp_path, leaders, kind: str, weights: str) -> None:
     model = make_model("llama", tmp_path)
     write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])

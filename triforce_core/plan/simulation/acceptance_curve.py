@@ -39,7 +39,7 @@ SPLIT_ACCEPTANCE = 0.98
 # The same share for the high bits of FP8, 5.25 bits a number. SmolLM2-135M in FP8: .937, where
 # copies in 4 bits have .947 (benchmarks/results/bench_readings_fp8.json). Assumed, as for copies: a
 # loss of two thirds of that in larger models.
-FP8_SPLIT_ACCEPTANCE = 0.96
+BLOCKS_SPLIT_ACCEPTANCE = 0.96
 # The same share for a retrieval cache in 8 bits. SmolLM2-135M in float32, with the whole context in
 # the cache: .995 (bench_rounded_kv), .995 and .994 (bench_readings).
 ROUNDED_ACCEPTANCE = 0.995
@@ -131,7 +131,7 @@ class AcceptanceCurve:
         """Return the acceptance with the high bits of all layers. read: how passes read these"""
         if self.split is not None:
             return self.split
-        return FP8_SPLIT_ACCEPTANCE if read is Read.SPLIT_FP8 else SPLIT_ACCEPTANCE
+        return BLOCKS_SPLIT_ACCEPTANCE if read is Read.SPLIT_BLOCKS else SPLIT_ACCEPTANCE
 
     @classmethod
     def measured(cls, path: str | Path) -> AcceptanceCurve:

@@ -49,7 +49,6 @@ from triforce_core.plan.simulation.launches import (
     Launches,
 )
 from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS
-from triforce_kernels.weights.block_types import F8_E4M3
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.machine.profiles import Hardware
@@ -334,11 +333,11 @@ class Costs:
             decoding = (nbytes + dense) / hardware.memory_bytes_per_second
             decoding = max(decoding, self._integers(elements * DECODE_OPERATIONS))
             return decoding + self._product(tokens, elements, dense, Read.AS_STORED)
-        if hardware.asynchronous and read is Read.SPLIT_FP8:
-            stored = elements * F8_E4M3.nbytes / F8_E4M3.elements
-            joining = (nbytes + stored) / hardware.memory_bytes_per_second
+        if hardware.asynchronous and read is Read.SPLIT_BLOCKS:
+            # Joined blocks take as many bytes.
+            joining = 2 * nbytes / hardware.memory_bytes_per_second
             joining = max(joining, self._integers(elements * DECODE_OPERATIONS))
-            return joining + self._product(tokens, elements, stored, Read.BLOCKS)
+            return joining + self._product(tokens, elements, nbytes, Read.BLOCKS)
         if hardware.asynchronous and (counted := OPERATIONS.get(read)):
             each = next((most for rows, most in counted if tokens <= rows), counted[-1][1])
             decoding = self._integers(each * elements)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 from triforce_core.plan.fitting import needs_weights
+from triforce_core.plan.formats import splits_blocks
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.candidates import Candidate, candidates
 from triforce_core.plan.simulation.case import Case
@@ -93,8 +94,8 @@ def faster_by_copies(plain: Candidate) -> Candidate | None:
 def _ways(case: Case) -> list[Case]:
     """Return the case in each combination of "auto" formats that may be the fastest.
 
-    Weights and KV of bfloat16 may be split, and weights in FP8. Quantised weights may become dense
-    on the emulated device, where decoding takes longer than reading.
+    Weights and KV of bfloat16 may be split, and weights in blocks. Quantised weights may become
+    dense on the emulated device, where decoding takes longer than reading.
     """
     ways, splits = [case], case.dtype.name == "bfloat16"
     if "weights" in case.auto:
@@ -104,19 +105,23 @@ def _ways(case: Case) -> list[Case]:
             ways.append(replace(case, split=SPLIT))
             if case.layouts.experts:
                 ways.append(replace(case, split=SPLIT_EXPERTS))
-        elif _may_split_fp8(case):
+        elif _may_split_blocks(case):
             ways.append(replace(case, split=SPLIT))
     if "kv" in case.auto and splits and case.config.kv_layers:
         ways += [replace(each, split_kv=True) for each in ways]
     return ways
 
 
-def _may_split_fp8(case: Case) -> bool:
-    """Whether weights in FP8 may be split. Experts cannot; ranks could not load a matrix without
-    room; and a processor, which has no kernel, could not compute a share that was asked for.
+def _may_split_blocks(case: Case) -> bool:
+    """Whether weights in blocks may be split. Experts cannot; ranks could not load a matrix in FP8
+    without room; and a processor, which has no kernel, could not compute a share that was asked
+    for.
     """
-    fp8 = case.layouts.block_types == {F8_E4M3} and not case.layouts.experts
-    return fp8 and case.hardware.gpus == 1 and case.host_compute in (AUTO, 0)
+    if case.layouts.experts or case.host_compute not in (AUTO, 0):
+        return False
+    if F8_E4M3 in case.layouts.block_types and case.hardware.gpus > 1:
+        return False
+    return splits_blocks(case.config, case.dtype, case.pieces)
 
 
 def _choose(case: Case) -> Candidate:

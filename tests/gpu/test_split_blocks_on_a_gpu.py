@@ -1,12 +1,14 @@
-"""Split FP8 weights on a real device. Simulated without a GPU."""
+"""Weights in split blocks on a real device. Simulated without a GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 from fp8_files import FP8_RECURRENT, FP8_SIZES, quantise
+from gguf_files import write_gguf
 from helpers import BLOCK, make_model, random_ids
 from simulated_gpu import TOKENS
 
@@ -25,12 +27,25 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5"])
+# Families, and the type of their matrices.
+FILES = [("qwen3", "FP8"), ("qwen3_5", "FP8"), ("llama", "Q8_0"), ("llama", "Q6_K")]
+
+
+def written(family: str, kind: str, path: Path, **more: object) -> Path:
+    """A checkpoint in FP8, or a GGUF file."""
+    if kind == "FP8":
+        recurrent = FP8_RECURRENT if family == "qwen3_5" else {}
+        quantise(path, make_model(family, path, **FP8_SIZES, **recurrent, **more))
+        return path
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    model = make_model(family, path, **sizes, **more)
+    write_gguf(model, path / "m.gguf", gguf.GGMLQuantizationType[kind])
+    return path / "m.gguf"
+
+
+@pytest.fixture(scope="module", params=FILES, ids=" ".join)
 def quantised(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp(request.param)
-    more = FP8_RECURRENT if request.param == "qwen3_5" else {}
-    quantise(path, make_model(request.param, path, **FP8_SIZES, **more))
-    return path
+    return written(*request.param, tmp_path_factory.mktemp("blocks"))
 
 
 @pytest.fixture(scope="module")
@@ -57,23 +72,26 @@ def test_text_is_that_of_the_cpu(quantised, expected, method: str, streamed: tup
         assert crossed >= result.stats["passes"] * sum(low[layer] for layer in streamed)
 
 
-def test_seconds_choose_to_split_what_would_stream(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(("family", "kind"), [("qwen3", "FP8"), ("llama", "Q8_0")])
+def test_seconds_choose_to_split_what_would_stream(
+    tmp_path, monkeypatch, family: str, kind: str
+) -> None:
     """Over a slow link, and where not all bits have room."""
     slow = replace(named("rtx4090", 4), link_bytes_per_second=2e6)
     monkeypatch.setattr("triforce_core.loading.load.rates", lambda *_: slow)
     monkeypatch.setattr("triforce_core.loading.devices.backend", lambda device: TRITON)
-    quantise(tmp_path, make_model("qwen3", tmp_path, num_hidden_layers=12, **FP8_SIZES))
+    path = written(family, kind, tmp_path, num_hidden_layers=12)
     options = {**OPTIONS, "block_tokens": None, "method": "autoregressive", "cuda_graphs": False}
-    with Engine.from_pretrained(tmp_path, device="cpu", **options) as engine:
+    with Engine.from_pretrained(path, device="cpu", **options) as engine:
         expected = engine.generate(PROMPT, GREEDY).token_ids
     options |= {"device": "cuda:0"}
-    with Engine.from_pretrained(tmp_path, **options) as engine:
+    with Engine.from_pretrained(path, **options) as engine:
         assert engine.plan.weights == "stored"
         whole, layer = engine.memory_plan.device_bytes, engine.memory_plan.layers[0].nbytes
     found = set()
     for less in range(1, 8):
         options |= {"device_memory": LIBRARY_BYTES + whole - less * layer}
-        with Engine.from_pretrained(tmp_path, **options) as engine:
+        with Engine.from_pretrained(path, **options) as engine:
             if engine.memory_plan.weights_link_bytes:
                 found.add(engine.plan.weights)
                 assert engine.generate(PROMPT, GREEDY).token_ids == expected

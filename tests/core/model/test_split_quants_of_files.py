@@ -1,0 +1,136 @@
+"""GGUF files in Q8_0, Q6_K and Q5_K that are split: the text of the stored numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import gguf
+import pytest
+from gguf_files import write_gguf
+from helpers import BLOCK, make_model, random_ids
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.model.known.shapes import read_model
+from triforce_core.model.tensors import split_layouts
+from triforce_core.plan.formats import splits_blocks
+from triforce_kernels.weights.block_types import BLOCK_TYPES, HIGH_QUANTS
+from triforce_offload.plan.placement import Placement
+from triforce_offload.weights.formats import DTYPES
+
+PROMPT, NEW = random_ids(60), 24
+GREEDY = SamplingParams(NEW, temperature=0)
+# Rows that are whole blocks of 256.
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
+RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+# The type of a file's matrices, and whether some are in Q8_0 instead.
+FILES = {
+    "Q8_0": ("qwen3", "Q8_0", False),
+    "Q6_K": ("llama", "Q6_K", False),
+    "Q5_K and Q8_0": ("qwen3", "Q5_K", True),
+    "Q4_K and Q8_0": ("qwen3", "Q4_K", True),
+    "Q6_K, recurrent": ("qwen3_5", "Q6_K", False),
+}
+
+
+@pytest.fixture(scope="module", params=FILES)
+def quantised(request, tmp_path_factory) -> Path:
+    family, kind, mixed = FILES[request.param]
+    path = tmp_path_factory.mktemp("quants")
+    more = RECURRENT if family == "qwen3_5" else {}
+    model = make_model(family, path, **SIZES, **more)
+    write_gguf(model, path / "m.gguf", gguf.GGMLQuantizationType[kind], mixed=mixed)
+    return path / "m.gguf"
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine.from_pretrained(
+        path, **{"device": "cpu", "max_context": 90, "block_tokens": BLOCK, **options}
+    )
+
+
+def by_low_bits(name: str) -> Placement:
+    """Low bits stream of some layers, or of all."""
+    layers = {"all": (0, 1, 2), "one slot": (0, 2), "and whole ones": (1,)}[name]
+    streamed = (0, 1, 2) if name == "and whole ones" else layers
+    slots = 1 if name == "one slot" else 2
+    return Placement(streamed, True, 10**6, slots, 1, 1, split_layers=layers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["all", "one slot", "and whole ones"])
+def test_what_streams_by_its_low_bits_gives_the_text(quantised, name: str, dtype: str) -> None:
+    """And the high bits draft for it."""
+    options = {"dtype": dtype, "method": "autoregressive", "kv": "dense"}
+    with engine(quantised, weights="stored", **options) as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    with engine(quantised, weights="split", placement=by_low_bits(name), **options) as running:
+        result = running.generate(PROMPT, GREEDY)
+        demand = running.runtime.plan.requirements
+        assert running.plan.weights == "split"
+    assert result.token_ids == expected
+    memory = result.stats["memory"]
+    assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
+    if name == "all":
+        crossed = result.stats["link"]["bytes_to_device"]
+        assert crossed == sum(demand.low_bytes) * result.stats["passes"]
+    if name == "and whole ones":
+        return
+    options |= {"method": "triforce", "budget": 80, "draft": "none", "draft_tokens": 4}
+    options |= {"draft_weights": "split"}
+    with engine(quantised, weights="split", placement=by_low_bits(name), **options) as drafting:
+        result = drafting.generate(PROMPT, GREEDY)
+        drawn = [
+            drafting.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=seed)).stats
+            for seed in range(3)
+        ]
+    assert result.token_ids == expected
+    assert result.stats["levels"] == ["retrieval", "target"]
+    assert result.stats["retrieval"]["reads_high_bits"]
+    assert fmean(stats["acceptance"]["target"] for stats in drawn) > 0.4
+
+
+def test_layers_in_files_are_split_each_time_they_cross(tmp_path) -> None:
+    model = make_model("llama", tmp_path)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    in_files = Placement((0, 1, 2), False, 0, 2, 3, 2, file_layers=(0, 1, 2))
+    texts = []
+    for weights, placement in (("stored", None), ("split", in_files)):
+        options = {"placement": placement, "method": "autoregressive", "weights": weights}
+        with engine(tmp_path / "m.gguf", **options) as running:
+            texts.append(running.generate(PROMPT, GREEDY).token_ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("mix", ["Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0"])
+def test_types_that_cannot_be_split_stay_as_they_are_stored(mix: str) -> None:
+    shape = read_model(f"qwen3-32b:{mix}")
+    config, dtype = shape.config, DTYPES["bfloat16"]
+    assert splits_blocks(config, dtype, shape.pieces) == (mix != "Q4_0")
+    layouts = split_layouts(config, dtype, pieces=shape.pieces)
+    formats = [each for layer in layouts.layers for each in layer.formats.values()]
+    found = {part.block_type for each in formats for part in each.decoded()}
+    assert {BLOCK_TYPES[name] for name in HIGH_QUANTS} & found or mix == "Q4_0"
+    for each in formats:
+        for part in each.decoded():
+            assert part.split == (part.block_type.name in HIGH_QUANTS)
+    # Rows of the ends are looked up, and all of the head is read for each draft.
+    assert not layouts.head.formats["head"].split
+
+
+def test_a_file_of_which_nothing_can_be_split_is_split_in_bfloat16(tmp_path) -> None:
+    model = make_model("llama", tmp_path)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
+    options = {"dtype": "bfloat16", "method": "autoregressive"}
+    bits = {}
+    for weights in ("dense", "split"):
+        with engine(tmp_path / "m.gguf", weights=weights, **options) as running:
+            result = running.generate(PROMPT, GREEDY)
+        bits[weights] = result.stats["bits_per_number"]["weights"]["stored"], result.token_ids
+    assert 12 < bits["split"][0] < 14 < 16 <= bits["dense"][0]
+    assert bits["split"][1] == bits["dense"][1]
