@@ -67,7 +67,6 @@ F8_HIGH = BlockType("F8_HIGH", 0, 128, 84)
 # Blocks of which each has the scales of a GGUF block and the high 4 bits of its numbers
 # (`split_quants`), by the name of that block's type.
 HIGH_QUANTS = {
-    "Q8_0": BlockType("Q8_0_HIGH", 0, 32, 18),
     "Q6_K": BlockType("Q6_K_HIGH", 0, 256, 146),
     "Q5_K": BlockType("Q5_K_HIGH", 0, 256, 144),
 }

@@ -36,7 +36,6 @@ _SHAPES = {
     "Q4_K": (32, 4),
     "Q5_K": (32, 4),
     "Q6_K": (32, 4),
-    "Q8_0_HIGH": (16, 1),
     "Q5_K_HIGH": (32, 4),
     "Q6_K_HIGH": (32, 4),
 }
@@ -147,11 +146,6 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
         scale = _half(block)[:, None]
         low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
         high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
-    elif KIND == "Q8_0_HIGH":
-        both = tl.load(block[:, None] + 2 + byte[None, :]).to(tl.int32)
-        scale = _half(block)[:, None]
-        low = (both & 15).to(tl.float32) * (16 * scale) - 120.5 * scale
-        high = (both >> 4).to(tl.float32) * (16 * scale) - 120.5 * scale
     elif KIND == "MXFP4":
         both = tl.load(block[:, None] + 1 + byte[None, :]).to(tl.int32)
         scale = _power(block)[:, None]

@@ -1,9 +1,8 @@
-"""Blocks with the scales and the high 4 bits of GGUF's blocks of 5, 6 and 8 bits per number: where
+"""Blocks with the scales and the high 4 bits of GGUF's blocks of 5 and 6 bits per number: where
 bits are, and what they stand for.
 
-A number of such a block is an integer of 5 bits (Q5_K), 6 (Q6_K) or 8 (Q8_0, whose highest bit is
-inverted here). Its high bits h stand for the middle of the integers that have them: 2 h + 1/2,
-4 h + 3/2, and 16 h + 15/2.
+A number of such a block is an integer of 5 bits (Q5_K) or 6 (Q6_K). Its high bits h stand for the
+middle of the integers that have them: 2 h + 1/2, and 4 h + 3/2.
 """
 
 from __future__ import annotations
@@ -26,11 +25,6 @@ def _half(scales: torch.Tensor, start: int) -> torch.Tensor:
     return scales[:, start : start + 2].view(torch.float16).float()
 
 
-def _q8_0(scales: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    scale = _half(scales, 0)
-    return 16 * scale * high - 120.5 * scale
-
-
 def _q6_k(scales: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """A scale for each 16 numbers, and one for all."""
     each = scales[:, :16].view(torch.int8) * _half(scales, 16)
@@ -46,34 +40,31 @@ def _q5_k(scales: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     return each * (2 * high.float() + 0.5) - least
 
 
-_MEANING = {"Q8_0": _q8_0, "Q6_K": _q6_k, "Q5_K": _q5_k}
+_MEANING = {"Q6_K": _q6_k, "Q5_K": _q5_k}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the integers of a block are: [n, groups, many, places] in the order of their columns.
+    """Where the 256 integers of a block are: [n, bits, many, 32] in the order of their columns.
 
-    bits: number of low bits. A byte has those of `many` integers, 8 / bits, of one group and place
-    groups, places: as above
+    bits: number of low bits. A byte has those of `many` integers, 8 / bits, 32 columns apart
     pairs: whether the two integers of 4 bits that share a byte follow one another among `many`;
         else the first is of the first half of these, and the second of the second half
     scales_last: whether scales follow the integers
     """
 
     bits: int
-    groups: int
-    places: int
-    pairs: bool = False
-    scales_last: bool = False
+    pairs: bool
+    scales_last: bool
 
     def fours(self, integers: torch.Tensor) -> torch.Tensor:
-        """Return bytes of two integers of 4 bits each, [n, bytes]."""
+        """Return bytes of two integers of 4 bits each, [n, 128]."""
         first, second = integers.unflatten(2, self._two).unbind(self._which)
         return (first | second << 4).flatten(1)
 
     def of_fours(self, packed: torch.Tensor) -> torch.Tensor:
         """Undo `fours`."""
-        both = packed.view(len(packed), self.groups, 4 // self.bits, self.places)
+        both = packed.view(len(packed), self.bits, 4 // self.bits, 32)
         return torch.stack((both & 15, both >> 4), self._which).flatten(2, 3)
 
     def together(self, small: torch.Tensor) -> torch.Tensor:
@@ -82,7 +73,7 @@ class Layout:
 
     def apart(self, packed: torch.Tensor) -> torch.Tensor:
         """Undo `together`."""
-        some = packed.view(len(packed), self.groups, 1, self.places)
+        some = packed.view(len(packed), self.bits, 1, 32)
         return some >> self._shifts(packed) & (1 << self.bits) - 1
 
     def in_order(self, scales: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
@@ -91,15 +82,12 @@ class Layout:
 
     def of_high(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales of blocks of high bits, and the integers."""
-        count = self.groups * self.places * 4 // self.bits
         if self.scales_last:
-            return blocks[:, count:], self.of_fours(blocks[:, :count])
-        return blocks[:, :-count], self.of_fours(blocks[:, -count:])
+            return blocks[:, 128:], self.of_fours(blocks[:, :128])
+        return blocks[:, :-128], self.of_fours(blocks[:, -128:])
 
     def unpacked(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scales of blocks as they are stored, and the integers."""
-        if self.bits == 4:
-            return blocks[:, :2], (blocks[:, 2:] ^ 128).view(len(blocks), 1, 2, 16)
         if self.scales_last:
             four, upper, scales = blocks.split((128, 64, blocks.shape[1] - 192), 1)
         else:
@@ -108,8 +96,6 @@ class Layout:
 
     def packed(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
         """Undo `unpacked`."""
-        if self.bits == 4:
-            return torch.cat((scales, integers.flatten(1) ^ 128), 1)
         four, upper = self.fours(integers & 15), self.together(integers >> 4)
         parts = (four, upper, scales) if self.scales_last else (scales, upper, four)
         return torch.cat(parts, 1)
@@ -128,7 +114,6 @@ class Layout:
 
 
 LAYOUTS = {
-    "Q8_0": Layout(4, 1, 16),
-    "Q6_K": Layout(2, 2, 32, scales_last=True),
-    "Q5_K": Layout(1, 1, 32, pairs=True),
+    "Q6_K": Layout(2, pairs=False, scales_last=True),
+    "Q5_K": Layout(1, pairs=True, scales_last=False),
 }

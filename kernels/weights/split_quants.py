@@ -1,7 +1,7 @@
-"""Matrices in GGUF's blocks of 5, 6 or 8 bits per number, bit for bit, of which the scales and the
+"""Matrices in GGUF's blocks of 5 or 6 bits per number, bit for bit, of which the scales and the
 high 4 bits are blocks that can be computed with alone (`high_quants`).
 
-The low bits of a block take 16 bytes (Q8_0, 4 bits of each number), 64 (Q6_K, 2) or 32 (Q5_K, 1).
+The low bits of a block take 64 bytes (Q6_K, 2 bits of each number) or 32 (Q5_K, 1).
 """
 
 from __future__ import annotations
@@ -52,14 +52,12 @@ class SplitQuantsWeight(SplitBlocksWeight):
         rows, columns = self.shape
         right = matrix.shape == (rows, self.kind.row_bytes(columns)) and matrix.dtype == torch.uint8
         require("split_quants", right, blocks=matrix, data=self.data)
-        step, first = max(1, _SPLIT_AT_ONCE // columns), 0
-        for blocks in matrix.split(step):
-            end, parts = (
-                first + len(blocks),
-                implementation("split_quants", blocks.device)(blocks.contiguous(), self.kind),
-            )
-            self.data[first:end], self.low[first:end] = parts.data, parts.low
-            first = end
+        run = implementation("split_quants", matrix.device)
+        step = max(1, _SPLIT_AT_ONCE // columns)
+        for first in range(0, rows, step):
+            parts = run(matrix[first : first + step].contiguous(), self.kind)
+            self.data[first : first + step] = parts.data
+            self.low[first : first + step] = parts.low
 
     def join(self) -> torch.Tensor:
         """SplitBlocksWeight.join."""

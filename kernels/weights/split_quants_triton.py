@@ -10,10 +10,10 @@ from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.block_types import HIGH_QUANTS, BlockType
 from triforce_kernels.weights.split_quants import LOW_BYTES
 
-# Blocks that a program joins at a time.
-_BLOCKS = {"Q8_0": 128, "Q6_K": 16, "Q5_K": 16}
+# Blocks that a program joins, and places of a block that it reads at a time.
+_BLOCKS, _PLACES = 16, 32
 # Where scales are in a block, in one of high bits, and how many bytes they have.
-_SCALES = {"Q8_0": (0, 0, 2), "Q6_K": (192, 128, 18), "Q5_K": (0, 0, 16)}
+_SCALES = {"Q6_K": (192, 128, 18), "Q5_K": (0, 0, 16)}
 
 
 @triton.jit
@@ -35,11 +35,7 @@ def _join_kernel(
     into = out + block[:, None] * BLOCK_BYTES
     scales = real & (place < SCALES)
     tl.store(into + TO + place, tl.load(high + FROM + place, mask=scales), mask=scales)
-    if KIND == "Q8_0":
-        here, bits = tl.load(high + 2 + place, mask=real), tl.load(fine, mask=real)
-        tl.store(into + 2 + place, ((here << 4) | (bits & 15)) ^ 128, mask=real)
-        tl.store(into + 18 + place, ((here & 240) | (bits >> 4)) ^ 128, mask=real)
-    elif KIND == "Q6_K":
+    if KIND == "Q6_K":
         for half in tl.static_range(2):
             bits = tl.load(fine + half * 32, mask=real)
             upper = tl.zeros([BLOCKS, PLACES], tl.uint8)
@@ -73,10 +69,10 @@ def join(data: torch.Tensor, low: torch.Tensor, kind: BlockType) -> torch.Tensor
     out, count = data.new_empty(len(data), of_row * kind.nbytes), len(data) * of_row
     to, begin, scales = _SCALES[name]
     if count:
-        _join_kernel[(cdiv(count, _BLOCKS[name]),)](
+        _join_kernel[(cdiv(count, _BLOCKS),)](
             data, low, out, count,
             KIND=name, HIGH_BYTES=high.nbytes, LOW_BYTES=LOW_BYTES[name],
-            BLOCK_BYTES=kind.nbytes, BLOCKS=_BLOCKS[name], PLACES=16 if name == "Q8_0" else 32,
+            BLOCK_BYTES=kind.nbytes, BLOCKS=_BLOCKS, PLACES=_PLACES,
             TO=to, FROM=begin, SCALES=scales, num_warps=4,
         )  # fmt: skip
     return out

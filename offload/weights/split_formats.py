@@ -183,7 +183,7 @@ class SplitFP8(SplitBlockMatrix):
 
 @dataclass(frozen=True)
 class SplitQuants(SplitBlockMatrix):
-    """A matrix in blocks of Q8_0, Q6_K or Q5_K, in as many bits. 4.5 of them, or a few more, are
+    """A matrix in blocks of Q6_K or Q5_K, in as many bits. 4.5 of them, or a few more, are
     blocks of high bits (`triforce_kernels.weights.split_quants`).
     """
 

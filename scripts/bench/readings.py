@@ -5,10 +5,11 @@ bits cause rounding. It continues parts of the Python manual at temperature 0.6,
 each rounded model processes the same tokens, and its acceptance is the mean of sum(min(p, q)). The
 project's kernels split the numbers and decode the high bits, and round to groups as draft copies
 are: with errors that count by what a column multiplies when the model reads 256 random tokens. The
-same is done for a model whose layers are in FP8, with a scale for each 128 by 128 numbers. No
-figure depends on the machine's speed.
+same is done for models whose layers are rounded to FP8, with a scale for each 128 by 128 numbers,
+and to GGUF's blocks. No figure depends on the machine's speed.
 
     python scripts/bench readings [--tokens 2000 6000] [--stretches 3] [--new-tokens 192]
+        [--formats bfloat16 FP8 Q6_K Q5_K]
 
 Writes benchmarks/results/bench_readings.json.
 """
@@ -19,30 +20,26 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from bench.material import model_file
+from bench.quantising import HIGH_BITS, by_high_bits, exact
 from bench.workloads import MODEL, SAMPLING, stretches
 from frame import Benchmark, Figures, Option
 from triforce_core.loading.fill_copies import RANDOM_TOKENS
 from triforce_kernels.kv.rounding import rounded, scale_of
 from triforce_kernels.sampling.sampling import distribution
-from triforce_kernels.weights.block_types import F8_HIGH
-from triforce_kernels.weights.blocks import decode
 from triforce_kernels.weights.inputs import InputSizes
 from triforce_kernels.weights.integers import dequantise, quantise
 from triforce_kernels.weights.split_codes import base_of, high_codes, middle_bits
-from triforce_kernels.weights.split_fp8 import SplitFP8Weight
-from triforce_offload.weights.split_formats import SplitFP8
 
 TEMPERATURE, TOP_P = SAMPLING.values()
 # The draft length for which tokens per pass are computed.
 DRAFT = 24
+BFLOAT16 = "bfloat16"
 # Columns that share a scale. SmolLM2's own file uses groups of 32, which would show no error.
 GROUP = 64
 
@@ -78,33 +75,6 @@ def whole_numbers(numbers: torch.Tensor) -> torch.Tensor:
     return rounded(numbers, scale).float() * scale
 
 
-def in_fp8(matrix: torch.Tensor) -> SplitFP8Weight:
-    """Return a matrix in FP8, split, with zeros in the columns that fill its last blocks."""
-    rows, columns = matrix.shape
-    padded = F.pad(matrix, (0, -columns % 128, 0, -rows % 128))
-    tiles = padded.view(padded.shape[0] // 128, 128, -1, 128)
-    scales = tiles.abs().amax((1, 3), keepdim=True) / 448
-    numbers = (tiles / scales).to(torch.float8_e4m3fn).view(torch.uint8)
-    whole = scales.expand(-1, 128, -1, 1).contiguous().view(torch.uint8)
-    blocks = torch.cat((numbers, whole), 3).view(padded.shape[0], -1)[:rows].contiguous()
-    form = SplitFP8(rows, padded.shape[1])
-    made = form.view(torch.empty(form.nbytes, dtype=torch.uint8))
-    # With room for all low bits, also those of the zeros.
-    made = replace(made, low=torch.empty(rows * padded.shape[1], dtype=torch.uint8))
-    made.write(blocks)
-    return made
-
-
-def exact_fp8(matrix: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Round to FP8. inputs: not used"""
-    return in_fp8(matrix).joined()[:, : matrix.shape[1]]
-
-
-def high_bits_of_fp8(matrix: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Round a matrix in FP8 to its high bits. inputs: not used"""
-    return decode(in_fp8(matrix).data, F8_HIGH, torch.float32)[:, : matrix.shape[1]]
-
-
 # The bits per number, and the roundings of layer matrices, the output matrix, and keys and values.
 READINGS: dict[str, tuple[float, LayerReading | None, Reading | None, Reading | None]] = {
     "layers by high bits": (8, high_bits_of_layer, None, None),
@@ -125,15 +95,18 @@ READINGS: dict[str, tuple[float, LayerReading | None, Reading | None, Reading | 
     "layers by high bits, KV in whole numbers": (8, high_bits_of_layer, None, whole_numbers),
     "layers and KV by high bits": (8, high_bits_of_layer, None, lambda kv: high_bits(kv, 2)),
 }
-# Those of a model whose layers are in FP8.
-OF_FP8 = {
-    "FP8 layers by high bits": (5.25, high_bits_of_fp8, None, None),
+GROUPS = [f"layers in groups of {GROUP} of {bits} bits" for bits in (4, 3)]
+# The readings of each model: that of the file, and others whose layers are rounded to a format.
+OF: dict[str, dict[str, tuple[float, LayerReading | None, Reading | None, Reading | None]]] = {
+    BFLOAT16: READINGS,
     **{
-        f"FP8 {name}": READINGS[name]
-        for name in (f"layers in groups of {GROUP} of {bits} bits" for bits in (4, 3))
+        kind: {
+            f"{kind} layers by high bits": (bits, partial(by_high_bits, kind=kind), None, None),
+            **{f"{kind} {name}": READINGS[name] for name in GROUPS},
+        }
+        for kind, bits in HIGH_BITS.items()
     },
 }
-READINGS |= OF_FP8
 
 
 def measure(args: argparse.Namespace) -> Iterator[Figures]:
@@ -144,35 +117,33 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().float()
     sizes = input_sizes(model)
-    eights = reader(model, sizes, exact_fp8, None)
-    sizes_of_eights = input_sizes(eights)
-    readers = {
-        name: reader(eights, sizes_of_eights, *how[1:3])
-        if name in OF_FP8
-        else reader(model, sizes, *how[1:3])
-        for name, how in READINGS.items()
-    }
     yield {
         "model": f"{MODEL} bfloat16, computed in float32",
         **SAMPLING,
         "draft_tokens": DRAFT,
         "new_tokens": args.new_tokens,
         "stretches": args.stretches,
-        "readings": {name: {"bits": bits} for name, (bits, *_) in READINGS.items()},
     }
+    for kind in args.formats:
+        rounding = None if kind == BFLOAT16 else partial(exact, kind=kind)
+        yield from measure_of(reader(model, sizes, rounding, None), kind, args)
+
+
+def measure_of(model: torch.nn.Module, kind: str, args: argparse.Namespace) -> Iterator[Figures]:
+    """Measure the readings of a model in a format."""
+    sizes, readings = input_sizes(model), OF[kind]
+    yield {"readings": {name: {"bits": bits} for name, (bits, *_) in readings.items()}}
+    readers = {name: reader(model, sizes, *how[1:3]) for name, how in readings.items()}
     for tokens in args.tokens:
-        rows: dict[str, list[tuple[float, float]]] = {name: [] for name in READINGS}
+        rows: dict[str, list[tuple[float, float]]] = {name: [] for name in readings}
         for seed, prompt in enumerate(stretches(args.stretches, tokens)):
-            texts = {}
-            for each in (model, eights):
-                text, kv = continued(each, torch.tensor([prompt]), args.new_tokens, seed)
-                texts[each] = text, kv, laws(each, text, kv)
-            for name, (*_, of_kv) in READINGS.items():
-                text, kv, exact = texts[eights if name in OF_FP8 else model]
+            text, kv = continued(model, torch.tensor([prompt]), args.new_tokens, seed)
+            exact_laws = laws(model, text, kv)
+            for name, (*_, of_kv) in readings.items():
                 read = kv if of_kv is None else [(of_kv(k), of_kv(v)) for k, v in kv]
-                held = torch.minimum(exact, laws(readers[name], text, read)).sum(-1)
+                held = torch.minimum(exact_laws, laws(readers[name], text, read)).sum(-1)
                 rows[name].append((float(held.mean()), a_pass(held)))
-            print(f"{tokens} tokens, stretch {seed}: {rows}", file=sys.stderr, flush=True)
+            print(f"{kind}, {tokens} tokens, stretch {seed}: {rows}", file=sys.stderr, flush=True)
         for name, runs in rows.items():
             acceptance, passes = zip(*runs, strict=True)
             entry = {
@@ -271,5 +242,6 @@ main = Benchmark(
         Option("--tokens", (2000, 6000), "tokens of a prompt"),
         Option("--stretches", 3, "number of prompts of each length"),
         Option("--new-tokens", 192, "tokens that are generated after it"),
+        Option("--formats", tuple(OF), "formats of the layers"),
     ),
 )

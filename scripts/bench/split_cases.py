@@ -12,13 +12,14 @@ import torch
 from bench.kernel_cases import CALLS, CHUNK, KernelCases, KernelRow, Run
 from frame import timed
 from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
-from triforce_kernels.weights import split_bf16, split_fp8
-from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH
-from triforce_kernels.weights.blocks import BlockWeight, block_matmul
+from triforce_kernels.weights import split_bf16
+from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3, HIGH_QUANTS
+from triforce_kernels.weights.blocks import block_matmul
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
+from triforce_kernels.weights.split_blocks import split_matmul
 from triforce_offload.kv.block_format import SplitBlocks
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.weights.split_formats import SplitFP8
+from triforce_offload.weights.split_formats import SplitBlockMatrix, SplitFP8, SplitQuants
 
 BLOCK_TOKENS = 1024
 COPY = "copy of as many numbers"
@@ -47,30 +48,30 @@ class SplitCases(KernelCases):
         high = [HighBitsWeight.of(each) for each in weights]
         name = "product by high bits"
         yield from self.products(name, high, numbers, high_bits_matmul, dense, (1, 17))
-        if width % F8_E4M3.elements == 0:
-            yield from self._fp8(dense, shape)
+        for form in _split_blocks(out, width):
+            yield from self._joined(form, dense, shape)
 
-    def _fp8(self, dense: list[torch.Tensor], shape: str) -> Iterator[KernelRow]:
-        """dense: matrices of as many numbers as those in FP8"""
-        out, width = dense[0].shape
-        form = SplitFP8(out, width)
+    def _joined(
+        self, form: SplitBlockMatrix, dense: list[torch.Tensor], shape: str
+    ) -> Iterator[KernelRow]:
+        """dense: matrices of as many numbers"""
+        kind, width = form.block_type, form.columns
         weights = [form.view(self._bytes(form.nbytes)) for _ in dense]
-        for each, weight in zip(dense, weights, strict=True):
-            bits = (each.float() * 5000).to(torch.float8_e4m3fn).view(torch.uint8)
-            scales = torch.full((out, width // F8_E4M3.elements, 1), 2e-4, device=bits.device)
-            parts = bits.unflatten(1, (-1, F8_E4M3.elements)), scales.view(torch.uint8)
-            weight.write(torch.cat(parts, 2).flatten(1))
-        nbytes = int(weights[0].starts[-1]) + form.high_bytes + out * F8_E4M3.row_bytes(width)
+        low = form.low_bytes
+        if kind is F8_E4M3:
+            for each, weight in zip(dense, weights, strict=True):
+                weight.write(_in_fp8(each))
+                low = int(weight.starts[-1])
+        nbytes = low + form.high_bytes + form.rows * kind.row_bytes(width)
         yield self.row(
-            "join_fp8", shape, nbytes, 0.0, [partial(split_fp8.join, w) for w in weights],
+            f"join {kind.name}", shape, nbytes, 0.0, [weight.join for weight in weights],
             (COPY, [d.clone for d in dense]),
         )  # fmt: skip
-        high = [BlockWeight(weight.data, F8_HIGH, width) for weight in weights]
-        name = "product by high bits of FP8"
-        yield from self.products(name, high, form.draft_bytes, block_matmul, dense, (1, 17))
-        yield from self.products(
-            "product by split FP8", weights, nbytes, split_fp8.split_matmul, dense, (1, 17)
-        )
+        high, rows = [weight.high() for weight in weights], (1, 17)
+        name = f"product by high bits of {kind.name}"
+        yield from self.products(name, high, form.draft_bytes, block_matmul, dense, rows)
+        name = f"product by split {kind.name}"
+        yield from self.products(name, weights, nbytes, split_matmul, dense, rows)
 
     def _blocks_of_kv(self) -> Iterator[KernelRow]:
         shape, exact = self._shape, self._keys_values()
@@ -140,3 +141,22 @@ class SplitCases(KernelCases):
             text_tokens=self.context,
             split=True,
         )
+
+
+def _split_blocks(rows: int, columns: int) -> Iterator[SplitBlockMatrix]:
+    """Yield a matrix in each type of blocks that can be split, where its rows are whole blocks."""
+    if columns % F8_E4M3.elements == 0:
+        yield SplitFP8(rows, columns)
+    for name in HIGH_QUANTS:
+        if columns % BLOCK_TYPES[name].elements == 0:
+            yield SplitQuants(rows, columns, BLOCK_TYPES[name])
+
+
+def _in_fp8(matrix: torch.Tensor) -> torch.Tensor:
+    """Return blocks of numbers whose standard deviation is 100 in FP8."""
+    size = F8_E4M3.elements
+    bits = (
+        (matrix.float() * 5000).to(torch.float8_e4m3fn).view(torch.uint8).unflatten(1, (-1, size))
+    )
+    scales = torch.full((*bits.shape[:2], 1), 2e-4, device=bits.device)
+    return torch.cat((bits, scales.view(torch.uint8)), 2).flatten(1)

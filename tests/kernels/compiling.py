@@ -49,17 +49,16 @@ from triforce_kernels.recurrent.gates import (
 from triforce_kernels.same_bits import same_bits
 from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
-from triforce_kernels.weights.block_types import ALL_TYPES
+from triforce_kernels.weights.block_types import ALL_TYPES, BLOCK_TYPES, HIGH_QUANTS
 from triforce_kernels.weights.blocks import FUSED, BlockWeight, block_matmul, decode
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.integers import integer_matmul, quantise
 from triforce_kernels.weights.linear import linear
 from triforce_kernels.weights.split_bf16 import decode as decode_split
 from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmul
-from triforce_kernels.weights.split_fp8 import join
 from triforce_kernels.weights.tiles import Tiles
 from triforce_offload.kv.shape import SplitBlockLayout
-from triforce_offload.weights.split_formats import SplitBF16, SplitExperts, SplitFP8
+from triforce_offload.weights.split_formats import SplitBF16, SplitExperts, SplitFP8, SplitQuants
 
 
 class Compiled(NamedTuple):
@@ -297,8 +296,9 @@ def launch_coded(dtype: torch.dtype) -> None:
     for rows in (1, 17, 64):
         split_matmul(empty(rows, 4096), weight)
         high_bits_matmul(empty(rows, 4096), HighBitsWeight.of(weight))
-    eights = SplitFP8(64, 4096)
-    join(eights.view(torch.zeros(eights.nbytes, dtype=torch.uint8)))
+    quants = [SplitQuants(64, 4096, BLOCK_TYPES[name]) for name in HIGH_QUANTS]
+    for form in (SplitFP8(64, 4096), *quants):
+        form.view(torch.zeros(form.nbytes, dtype=torch.uint8)).join()
     heads, tokens, head_dim = 4, 64, 128
     block = torch.zeros(heads, tokens, head_dim, dtype=torch.bfloat16)
     at = SplitBlockLayout.of(heads, tokens, head_dim)

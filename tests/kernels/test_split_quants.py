@@ -28,7 +28,7 @@ from triforce_offload.weights.split_formats import SplitQuants, when_split
 ROWS, COLUMNS = 21, 1280
 KINDS = [BLOCK_TYPES[name] for name in HIGH_QUANTS]
 # Bits of the integers of a type.
-BITS = {"Q8_0": 8, "Q6_K": 6, "Q5_K": 5}
+BITS = {"Q6_K": 6, "Q5_K": 5}
 of_each_type = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 

@@ -43,8 +43,8 @@ def split_weights(
     name, in_blocks = dtype_name(dtype), which == SPLIT and splits_blocks(config, dtype, pieces)
     if name != "bfloat16" and not in_blocks:
         raise UsageError(
-            f"only bfloat16, FP8, {', '.join(HIGH_QUANTS)} can be split, and weights are in {name} "
-            "here: use --dtype bfloat16"
+            f"only bfloat16, FP8, {' and '.join(HIGH_QUANTS)} can be split, and weights are in "
+            f"{name} here: use --dtype bfloat16"
         )
     if which == SPLIT:
         return split_layouts(config, dtype, unsplit, pieces if in_blocks else None)

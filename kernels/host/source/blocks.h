@@ -199,11 +199,6 @@ INLINE void part_q5_k_high(const uint8_t *at, int part, const float *scales, int
     put_fours(at, part, scales, OF_FIVE, 0.5f, c, to);
 }
 
-INLINE void block_q8_0_high(const uint8_t *at, int64_t c, Sink *to) {
-    float d = half(at);
-    put_both(to, c, table_of(COUNTED, all(16 * d), all(-120.5f * d)), at + 2);
-}
-
 /* `count` bits of each byte, from bit `from` on, moved to bit `to`. */
 INLINE bytes32 moved_bits(bytes32 v, int from, int count, int to) {
     pairs kept = (pairs)(v & (uint8_t)(((1 << count) - 1) << from));

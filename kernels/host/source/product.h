@@ -81,7 +81,6 @@ LONG_BLOCKS(IQ4_XS, scales_iq4_xs, part_iq4_xs, 32, 256, 136)
 BLOCKS(MXFP4, block_mxfp4, 32, 17)
 LONG_BLOCKS(F8_E4M3, scales_f8_e4m3, part_f8_e4m3, 32, 128, 132)
 LONG_BLOCKS(F8_HIGH, scales_f8_high, part_f8_high, 32, 128, 84)
-BLOCKS(Q8_0_HIGH, block_q8_0_high, 32, 18)
 LONG_BLOCKS(Q5_K_HIGH, scales_k, part_q5_k_high, 64, 256, 144)
 LONG_BLOCKS(Q6_K_HIGH, scales_q6_k_high, part_q6_k_high, 32, 256, 146)
 ROWS_OF(HIGH_BF16) {
@@ -102,7 +101,7 @@ ROWS_OF(INT3) {
 /* All formats but that of split matrices, whose exceptions come last. */
 #define IN_ORDER(X)                                                                            \
     X(F32) X(F16) X(BF16) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) \
-    X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) X(F8_E4M3) X(F8_HIGH) X(Q8_0_HIGH) X(Q5_K_HIGH) \
+    X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) X(F8_E4M3) X(F8_HIGH) X(Q5_K_HIGH) \
     X(Q6_K_HIGH) X(HIGH_BF16) X(INT4) X(INT3)
 
 /* Decodes a part of a row of a weight to memory: as above, or up to the last column. */

@@ -7,24 +7,6 @@
 
 enum { JOINED_AT_ONCE = 256 };
 
-static void join_q8_0(const uint8_t *high, const uint8_t *low, uint8_t *out) {
-    memcpy(out, high, 2);
-    for (int i = 0; i < 16; i++) {
-        uint8_t here = high[2 + i], bits = low[i];
-        out[2 + i] = (uint8_t)(here << 4 | (bits & 15)) ^ 128;
-        out[18 + i] = (uint8_t)((here & 240) | bits >> 4) ^ 128;
-    }
-}
-
-static void split_q8_0(const uint8_t *in, uint8_t *high, uint8_t *low) {
-    memcpy(high, in, 2);
-    for (int i = 0; i < 16; i++) {
-        uint8_t first = in[2 + i] ^ 128, second = in[18 + i] ^ 128;
-        high[2 + i] = (uint8_t)(first >> 4 | (second & 240));
-        low[i] = (uint8_t)((first & 15) | second << 4);
-    }
-}
-
 /* A part of 128 numbers: 64 bytes of 4 bits each, and 32 with 2 bits of four numbers each. */
 static void join_q6_k(const uint8_t *high, const uint8_t *low, uint8_t *fours, uint8_t *upper) {
     for (int i = 0; i < 32; i++) {
@@ -74,9 +56,7 @@ static void split_q5_k(const uint8_t *in, uint8_t *high, uint8_t *low) {
 static void joined_part(const void *job, int64_t first, int64_t end) {
     const JoinedQuants *j = job;
     for (int64_t b = first; b < end; b++) {
-        if (j->format == Q8_0) {
-            join_q8_0(j->high + 18 * b, j->low + 16 * b, j->out + 34 * b);
-        } else if (j->format == Q6_K) {
+        if (j->format == Q6_K) {
             const uint8_t *high = j->high + 146 * b, *low = j->low + 64 * b;
             uint8_t *out = j->out + 210 * b;
             for (int half = 0; half < 2; half++)
@@ -95,9 +75,7 @@ EXPORT void triforce_join_quants(const JoinedQuants *j, int threads) {
 /* Splits the blocks in `out` into all else, in one thread: loading has several. */
 EXPORT void triforce_split_quants(const JoinedQuants *j) {
     for (int64_t b = 0; b < j->blocks; b++) {
-        if (j->format == Q8_0) {
-            split_q8_0(j->out + 34 * b, (uint8_t *)j->high + 18 * b, (uint8_t *)j->low + 16 * b);
-        } else if (j->format == Q6_K) {
+        if (j->format == Q6_K) {
             const uint8_t *in = j->out + 210 * b;
             uint8_t *high = (uint8_t *)j->high + 146 * b, *low = (uint8_t *)j->low + 64 * b;
             for (int half = 0; half < 2; half++)

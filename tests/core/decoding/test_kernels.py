@@ -23,6 +23,8 @@ SPLIT = {
     *("decode_split", "split_matmul", "high_bits_matmul"),
     *("encode_kv_block", "decode_kv_blocks", "gather_split_chunks"),
 }
+# What makes blocks of split ones.
+JOINING = {"join_fp8", "join_quants"}
 # Products with experts that are not dense.
 EXPERTS = {"block_experts", "split_experts", "high_bits_experts", "integer_experts"}
 # The gates and the norm of a recurrent layer, by family; all else is common to the two.
@@ -33,9 +35,7 @@ OF_RECURRENT = {
 RECURRENT = {name for name, paths in KERNELS.items() if paths.triton.startswith("recurrent.")}
 # The processor's compiled kernels, where there are any.
 HERE = [HOST] if DEVICE == "cpu" and library() else []
-NOT_USED = (
-    PACKED | SPLIT | EXPERTS | {"join_fp8"} | ({"gather_chunks"} if DEVICE == "cpu" else set())
-)
+NOT_USED = PACKED | SPLIT | EXPERTS | JOINING | ({"gather_chunks"} if DEVICE == "cpu" else set())
 # The others are PyTorch's operators on a GPU, too.
 OF_TRITON = {name: paths for name, paths in KERNELS.items() if paths.triton != paths.reference}
 

@@ -100,7 +100,7 @@ def test_formats_that_numbers_cannot_have_are_refused() -> None:
     with pytest.raises(UsageError, match="only bfloat16 can be split, and KV is in float16 here"):
         asked(half, kv="split")
     for other in (half, single):
-        with pytest.raises(UsageError, match="only bfloat16 and FP8 can be split, and weights"):
+        with pytest.raises(UsageError, match="only bfloat16, FP8, Q6_K and Q5_K can be split"):
             asked(other, weights="split")
     with pytest.raises(UsageError, match="and these are not"):
         asked(LLAMA, weights="stored")

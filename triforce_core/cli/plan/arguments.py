@@ -177,8 +177,8 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         default=AUTO,
         choices=WEIGHTS,
         help="format of weights; dense: in --dtype; stored: the model's quantised numbers; "
-        "split: bfloat16 in 12 bits and FP8 in 8.2, without loss; auto: stored if quantised, but "
-        "the faster of stored and split for FP8, and else the fastest",
+        "split: bfloat16 in 12 bits, and FP8, Q6_K and Q5_K in two parts, without loss; "
+        "auto: the faster of stored and split if quantised, and else the fastest",
     )
     add(
         "--kv",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
 
 from triforce_core.settings import DEFAULT_BUDGET
+from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
-from triforce_offload.weights.formats import Read
 
 # Share of the retrieval level's tokens that the target accepts, with a budget of 4096. Published
 # for 120K tokens of PG-19 with a 4K budget: .965 (TriForce). SmolLM2-135M after 6,000 tokens: .96
@@ -36,10 +37,12 @@ COPY_ACCEPTANCE = {4: 0.96, 3: 0.9}
 # float32, three stretches each: .982 after 2,000 tokens, .978 after 6,000 (bench_readings). With
 # the high bits of the output matrix, too: .969 and .960, so the output matrix is read exactly.
 SPLIT_ACCEPTANCE = 0.98
-# The same share for the high bits of FP8, 5.25 bits a number. SmolLM2-135M in FP8: .937, where
-# copies in 4 bits have .947 (benchmarks/results/bench_readings_fp8.json). Assumed, as for copies: a
-# loss of two thirds of that in larger models.
-BLOCKS_SPLIT_ACCEPTANCE = 0.96
+# The same share for the high bits of blocks, by their type: 5.25 bits a number of FP8, 4.5 or a
+# little more of the others. SmolLM2-135M in each of these types, three stretches after 2,000
+# tokens: .937, .900 and .956, where copies in 4 bits have .947, .943 and .967
+# (benchmarks/results/bench_readings_fp8.json and bench_readings_quants.json). Assumed, as for
+# copies: a loss of two thirds of that in larger models.
+BLOCKS_SPLIT_ACCEPTANCE = {"F8_E4M3": 0.96, "Q6_K": 0.93, "Q5_K": 0.97}
 # The same share for a retrieval cache in 8 bits. SmolLM2-135M in float32, with the whole context in
 # the cache: .995 (bench_rounded_kv), .995 and .994 (bench_readings).
 ROUNDED_ACCEPTANCE = 0.995
@@ -127,11 +130,15 @@ class AcceptanceCurve:
         """Return the acceptance with draft copies of all layers."""
         return COPY_ACCEPTANCE[bits] if self.draft_copies is None else self.draft_copies
 
-    def of_high_bits(self, read: Read) -> float:
-        """Return the acceptance with the high bits of all layers. read: how passes read these"""
+    def of_high_bits(self, split: Mapping[BlockType | None, float]) -> float:
+        """Return the acceptance with the high bits of all layers.
+
+        split: the shares of their numbers that are split, by the type of their blocks; None for
+            those that are in none
+        """
         if self.split is not None:
             return self.split
-        return BLOCKS_SPLIT_ACCEPTANCE if read is Read.SPLIT_BLOCKS else SPLIT_ACCEPTANCE
+        return 1 - sum(share * (1 - _of_type(kind)) for kind, share in split.items())
 
     @classmethod
     def measured(cls, path: str | Path) -> AcceptanceCurve:
@@ -167,6 +174,11 @@ class AcceptanceCurve:
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise UsageError(f"{path} does not hold the stats of a run: {error}") from error
         return curve
+
+
+def _of_type(kind: BlockType | None) -> float:
+    """Return the acceptance with the high bits of all layers in blocks of one type."""
+    return BLOCKS_SPLIT_ACCEPTANCE[kind.name] if kind else SPLIT_ACCEPTANCE
 
 
 def _left_out(budget: int, context: int | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -29,6 +30,7 @@ from triforce_core.plan.simulation.acceptance_curve import (
 from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, NGRAM, SPLIT, STORED, MethodSettings
+from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
@@ -126,10 +128,15 @@ class Case:
         auto = self.auto - {"draft"}
         return replace(self, draft=NGRAM, draft_config=None, auto=auto, curve=curve)
 
-    @property
-    def _of_high_bits(self) -> float:
+    @cached_property
+    def acceptance_of_high_bits(self) -> float:
         """Acceptance of drafts from the high bits of all layers."""
-        return self.curve.of_high_bits(self.layouts.layers[0].formats["qkv"].read)
+        parts = [part for layer in self.layouts.layers for part in layer.decoded()]
+        numbers: Counter[BlockType | None] = Counter()
+        for part in parts:
+            numbers[part.block_type] += part.split * part.rows * part.columns
+        whole = sum(part.rows * part.columns for part in parts)
+        return self.curve.of_high_bits({kind: n / whole for kind, n in numbers.items() if n})
 
     @property
     def weights(self) -> str:
@@ -225,7 +232,7 @@ class Case:
             budget,
             self.length,
             copied * (1 - self.curve.of_copies(plan.method.bits_of_copies)),
-            by_high_bits * (1 - self._of_high_bits),
+            by_high_bits * (1 - self.acceptance_of_high_bits),
             rounded=self.rounds_kv(plan),
         )
 

@@ -73,7 +73,7 @@ OPERATIONS = {
     Read.BLOCKS: ((16, 15.5), (32, 18.0), (FEW_ROWS, 24.0)),
 }
 # Integer instructions for each element that is decoded to memory: of a matrix before a product with
-# more rows, or of a block of KV. Assumed for FP8 that is joined.
+# more rows, or of a block of KV. Assumed for blocks that are joined.
 DECODE_OPERATIONS = 15.0
 # Default number of keys of a chunk that is scored (`settings.chunk_size`).
 SCORED_KEYS = 8

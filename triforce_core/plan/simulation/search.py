@@ -31,11 +31,14 @@ DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 19
 INNER_DRAFTS = (1, 2, 3, 4, 6, 8)
 # Numbers of tokens of a head's trees.
 TREES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, AUTO_DRAFT_TOKENS)
-# What is advised takes this share of a token's seconds at most.
-_LEAST_GAIN = 0.9
 # Of these, those by which plans are compared before the lengths of the best are chosen.
 _FEW_DRAFTS = (1, 4, 12, 32, 80)
 _FEW_INNER_DRAFTS = (1, 3, 6)
+# What is advised takes this share of a token's seconds at most.
+_LEAST_GAIN = 0.9
+# Blocks are split unasked if a token takes this share of the seconds at most: what joining them
+# takes was not measured on a GPU.
+_LEAST_GAIN_OF_SPLITTING = 0.98
 
 
 def choose(case: Case) -> Candidate:
@@ -59,7 +62,13 @@ def choose(case: Case) -> Candidate:
             plans += _with_smaller_copies(each)
     if refused and not plans:
         raise refused
-    return _with_best_lengths(min(plans, key=lambda plan: plan.seconds_per_token))
+    return _with_best_lengths(min(plans, key=_with_a_margin))
+
+
+def _with_a_margin(plan: Candidate) -> float:
+    """Return the seconds of a token, more of a plan that must be clearly faster to be chosen."""
+    splits_blocks = plan.case.split is not None and plan.case.pieces is not None
+    return plan.seconds_per_token / (_LEAST_GAIN_OF_SPLITTING if splits_blocks else 1)
 
 
 def _with_smaller_copies(case: Case) -> list[Candidate]:
