@@ -66,7 +66,7 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     describe: Callable[[gguf.GGUFWriter], None] | None = None,
     *,
-    mixed: bool = False,
+    larger: gguf.GGMLQuantizationType | None = None,
     head: dict[str, torch.Tensor] | None = None,
     **metadata: object,
 ) -> None:
@@ -74,7 +74,7 @@ def write_gguf(
     where their rows divide into its blocks, vectors in float32.
 
     describe: adds more metadata
-    mixed: `down` and `v` of even layers are in Q8_0 instead
+    larger: the type of `down` and `v` of even layers, if it is another
     head: tensors of an MTP head, as Qwen names them
     """
     config = model.config
@@ -89,7 +89,7 @@ def write_gguf(
     tensors = (extra or {}) | _tensors(model, architecture)
     tensors |= _of_head(head, config) if head else {}
     for name, array in tensors.items():
-        stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
+        stored = larger if larger is not None and _LARGER.match(name) else kind
         if architecture == "gpt-oss" and not name.endswith("_exps.weight"):
             # Only experts are quantised.
             stored = gguf.GGMLQuantizationType.F32

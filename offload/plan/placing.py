@@ -123,17 +123,18 @@ def _everything(needs: Requirements) -> MemoryPlan:
 
 
 def _least(needs: Requirements, streamed: int, *, parted: bool = False) -> MemoryPlan:
-    """Return the smallest plan that streams `streamed` layers; if `parted`, their low bits or their
-    experts.
+    """Return the smallest plan that streams `streamed` layers; if `parted`, their low bits, at most
+    of all layers that have any, or their experts.
     """
     kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if needs.kv_blocks else (0, 0)
-    layers = spread(streamed, needs.layers)
     split = parted and bool(needs.low_bytes)
+    may = [i for i in range(needs.layers) if not split or needs.low_bytes[i]]
+    layers = tuple(may[i] for i in spread(min(streamed, len(may)), len(may)))
     placement = Placement(
         layers,
         False,
         0,
-        min(WEIGHT_SLOTS, streamed),
+        min(WEIGHT_SLOTS, len(layers)),
         kv_slots,
         staging_slots,
         copied_layers=_copied(needs, () if split else layers),

@@ -163,15 +163,17 @@ def test_accounted_bytes_cover_what_joining_fp8_takes(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kernels", [REFERENCE, None])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["Q6_K", "Q5_K"])
+@pytest.mark.parametrize("kind", ["Q6_K", "Q5_K", "IQ3_S"])
 def test_accounted_bytes_cover_what_joining_quants_takes(
     tmp_path, two_threads, monkeypatch, kernels: str | None, dtype: str, kind: str
 ) -> None:
+    """Also beside matrices that are not split, and for which a processor has no kernel."""
     if kernels:
         monkeypatch.setattr(dispatch, "_forced", kernels)
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 3}
     model = make_model("llama", tmp_path, **sizes)
-    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
+    larger = gguf.GGMLQuantizationType.Q6_K
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind], larger=larger)
     options = {"weights": "split", "dtype": dtype, "placement": PLACEMENTS["weights"]}
     peak, accounted = plain_peaks(tmp_path / "m.gguf", 160, **options)
     # Without kernels FP8, for which the estimate is made, takes more.

@@ -27,8 +27,6 @@ from triforce_offload.weights.split_formats import SplitQuants, when_split
 
 ROWS, COLUMNS = 21, 1280
 KINDS = [BLOCK_TYPES[name] for name in HIGH_QUANTS]
-# Bits of the integers of a type.
-BITS = {"Q6_K": 6, "Q5_K": 5}
 of_each_type = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
@@ -98,11 +96,8 @@ def test_high_bits_are_the_middle_of_what_has_them(backend, kind: BlockType) -> 
     least, most = torch.minimum(least, most), torch.maximum(least, most)
     assert torch.all((least <= exact) & (exact <= most))
     assert torch.all((least <= near) & (near <= most))
-    # With b low bits, the step of the high bits is 2^b, of which the ends are one less apart.
-    steps = (most - least) / (2 ** (BITS[kind.name] - 4) - 1)
     assert torch.all((near - exact).abs() <= 0.501 * (most - least))
     assert float((near - exact).mean().abs()) < 0.01 * float(exact.abs().mean())
-    assert float(steps.mean()) < float(exact.abs().mean())
     # About as near as 4 bits are: a step of a Gaussian's range of 5 standard deviations.
     assert 0.02 < float((near - exact).norm() / exact.norm()) < 0.11
 

@@ -114,6 +114,12 @@ class Layouts:
         return max((part.rows * part.columns for part in parts), default=0)
 
     @cached_property
+    def undivided_numbers(self) -> int:
+        """Elements of the largest matrix in blocks that are not split, 0 if there is none."""
+        parts = (part for layout in self._all() for part in layout.decoded() if not part.split)
+        return max((part.rows * part.columns for part in parts), default=0)
+
+    @cached_property
     def split(self) -> bool:
         """Whether some matrices are split, or experts are, each for itself."""
         return any(part.split for layout in self._all() for part in layout.decoded())
@@ -321,7 +327,7 @@ class MatrixBytes:
 
 def _reads(layers: Sequence[FlatLayout], *, drafts: bool = False) -> tuple[Read, Read]:
     """Return how the matrices of a layer are read, and those of experts: like these, if there are
-    none. Of layers in blocks, which may be of several types, some are split if any are.
+    none. If some blocks are split, all matrices are taken to be, which joining makes slower.
     """
     own = layers[0].formats["qkv"]
     experts = next(
@@ -330,7 +336,7 @@ def _reads(layers: Sequence[FlatLayout], *, drafts: bool = False) -> tuple[Read,
     if drafts:
         return own.draft_read, experts.draft_read
     formats = (each for layer in layers for each in layer.formats.values())
-    if own.read is Read.BLOCKS and any(each.read is Read.SPLIT_BLOCKS for each in formats):
+    if any(each.read is Read.SPLIT_BLOCKS for each in formats):
         return Read.SPLIT_BLOCKS, experts.read
     return own.read, experts.read
 

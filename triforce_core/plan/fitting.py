@@ -127,11 +127,11 @@ class ProcessorShares(NamedTuple):
     def asked(cls, share: float, layouts: Layouts) -> ProcessorShares:
         """Return the shares for a setting. layouts: of the weights
 
-        Raises UsageError if the processor has no kernels for them.
+        Raises UsageError if the processor computes no layers in them.
         """
         if share and (names := without_kernels(layouts)):
             raise UsageError(
-                f"host_compute {share:g}: the CPU has no kernel for {', '.join(names)}"
+                f"host_compute {share:g}: the CPU computes no layers in {', '.join(names)}"
             )
         return cls(share, share)
 
@@ -161,7 +161,7 @@ class ProcessorShares(NamedTuple):
 
 
 def without_kernels(layouts: Layouts) -> list[str]:
-    """Return the formats of weights for which a processor has no kernels."""
+    """Return the formats of weights in which a processor computes no layers."""
     if layouts.joins_blocks:
         return ["split blocks"]
     return sorted(kind.name for kind in layouts.block_types if kind.name in WITH_LARGE_TABLES)

@@ -36,8 +36,7 @@ def host_product_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize:
 
     numbers: of weights without a kernel, which are decoded some rows at a time
     """
-    each = DECODE_BYTES_ON_HOST + (itemsize if itemsize < 4 else 0)
-    total = _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, each)
+    total = decode_bytes(config, tokens, numbers, itemsize)
     if itemsize < 4:
         total += tokens * sum(max(sizes) for sizes in zip(*matrices(config), strict=True)) * 4
     return total

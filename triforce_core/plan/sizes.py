@@ -259,7 +259,7 @@ class ModelSizes:
         decoded = min(self.weights.decoded_numbers, largest)
         itemsize, blocks = self.dtype.itemsize, self.weights.block_types
         if self._by_host(tokens):
-            fused = self.weights.split or all(map(self.device.has_kernel, blocks))
+            fused = all(map(self.device.has_kernel, blocks))
             total = host_product_bytes(config, tokens, 0 if fused else decoded, itemsize)
             return total + self._joined_bytes(tokens, decoded)
         if self.weights.split:
@@ -268,6 +268,8 @@ class ModelSizes:
             by_kernel = self.device.gpu and self.device.kernels and joins
             total = split_bytes(config, tokens, decoded, itemsize, by_kernel=by_kernel)
             total = max(total, self._joined_bytes(tokens, decoded))
+            whole = min(self.weights.undivided_numbers, largest)
+            total = max(total, decode_bytes(config, tokens, whole, itemsize))
         else:
             total = decode_bytes(config, tokens, decoded, itemsize)
         if self.device.widens:

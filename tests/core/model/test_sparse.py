@@ -114,7 +114,7 @@ def test_types_of_gate_and_up_projections_may_differ(tmp_path) -> None:
     """Then an expert's rows are in two formats."""
     model = make_model("mixtral", tmp_path)
     file = tmp_path / "m.gguf"
-    write_gguf(model, file, gguf.GGMLQuantizationType.Q4_0, mixed=True)
+    write_gguf(model, file, gguf.GGMLQuantizationType.Q4_0, larger=gguf.GGMLQuantizationType.Q8_0)
     with engine(file, weights="dense", method="autoregressive") as plain:
         expected = plain.generate(PROMPT, GREEDY).token_ids
     options = {"weights": "stored", "method": "autoregressive"}

@@ -28,21 +28,24 @@ RECURRENT = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
-# The type of a file's matrices, and whether some are in Q8_0 instead.
+# The type of a file's matrices, and that of some in even layers, if it is another. The second file
+# has a layer of which nothing can be split.
 FILES = {
-    "Q6_K": ("llama", "Q6_K", False),
-    "Q5_K and Q8_0": ("qwen3", "Q5_K", True),
-    "Q6_K, recurrent": ("qwen3_5", "Q6_K", False),
+    "Q6_K": ("llama", "Q6_K", None),
+    "Q8_0 and Q6_K": ("llama", "Q8_0", "Q6_K"),
+    "Q5_K and Q8_0": ("qwen3", "Q5_K", "Q8_0"),
+    "Q6_K, recurrent": ("qwen3_5", "Q6_K", None),
 }
 
 
 @pytest.fixture(scope="module", params=FILES)
 def quantised(request, tmp_path_factory) -> Path:
-    family, kind, mixed = FILES[request.param]
+    family, *types = FILES[request.param]
     path = tmp_path_factory.mktemp("quants")
     more = RECURRENT if family == "qwen3_5" else {}
     model = make_model(family, path, **SIZES, **more)
-    write_gguf(model, path / "m.gguf", gguf.GGMLQuantizationType[kind], mixed=mixed)
+    kind, larger = (name and gguf.GGMLQuantizationType[name] for name in types)
+    write_gguf(model, path / "m.gguf", kind, larger=larger)
     return path / "m.gguf"
 
 

@@ -114,7 +114,8 @@ def test_logits_are_bitwise_the_same_wherever_blocks_lie(quantised, placement: s
 def test_layers_of_different_types_stream_in_their_own_sizes(tmp_path) -> None:
     """As Q4_K_M has them: some matrices of some layers in more bits than others."""
     model = make_model("llama", tmp_path)
-    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0, mixed=True)
+    types = gguf.GGMLQuantizationType
+    write_gguf(model, tmp_path / "m.gguf", types.Q4_0, larger=types.Q8_0)
     with engine(tmp_path / "m.gguf", method="autoregressive") as dense:
         expected = dense.generate(PROMPT, GREEDY).token_ids
     for placement in ("weights", "both-one-slot"):

@@ -114,7 +114,7 @@ def test_formats_without_kernels_are_left_to_the_device() -> None:
         return [(rows, kind and ALL_TYPES["IQ3_S"]) for rows, kind in plain.pieces(name)]
 
     assert not choose(replace(plain, pieces=pieces)).memory.placement.processor_layers
-    with pytest.raises(UsageError, match="the CPU has no kernel for IQ3_S"):
+    with pytest.raises(UsageError, match="the CPU computes no layers in IQ3_S"):
         choose(replace(plain, pieces=pieces, host_compute=0.5))
 
 

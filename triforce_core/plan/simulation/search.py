@@ -122,15 +122,19 @@ def _ways(case: Case) -> list[Case]:
 
 
 def _may_split_blocks(case: Case) -> bool:
-    """Whether weights in blocks may be split. Experts cannot; ranks could not load a matrix in FP8
-    without room; and a processor, which has no kernel, could not compute a share that was asked
-    for.
+    """Whether weights in blocks may be split. Experts cannot, and the processor computes no share
+    of such layers. Ranks could not load a matrix without room, which one in FP8 or in bfloat16 may
+    be.
     """
     if case.layouts.experts or case.host_compute not in (AUTO, 0):
         return False
-    if F8_E4M3 in case.layouts.block_types and case.hardware.gpus > 1:
+    if not splits_blocks(case.config, case.dtype, case.pieces):
         return False
-    return splits_blocks(case.config, case.dtype, case.pieces)
+    split = replace(case, split=SPLIT).layouts.layers
+    parts = (part for layer in split for part in layer.decoded() if part.split)
+    return case.hardware.gpus == 1 or {part.block_type for part in parts}.isdisjoint(
+        (F8_E4M3, None)
+    )
 
 
 def _choose(case: Case) -> Candidate:
