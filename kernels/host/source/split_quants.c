@@ -5,6 +5,7 @@
 #include "host.h"
 #include "threads.h"
 
+/* Blocks that a thread joins at a time. */
 enum { JOINED_AT_ONCE = 256 };
 
 /* A part of 128 numbers: 64 bytes of 4 bits each, and 32 with 2 bits of four numbers each. */
