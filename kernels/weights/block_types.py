@@ -70,13 +70,15 @@ HIGH_QUANTS = {
     "Q6_K": BlockType("Q6_K_HIGH", 0, 256, 146),
     "Q5_K": BlockType("Q5_K_HIGH", 0, 256, 144),
 }
+# The type of the high bits, by the name of that of a block that can be split.
+HIGH_TYPES = {F8_E4M3.name: F8_HIGH, **HIGH_QUANTS}
 # Numbers of 16 bits as blocks of one, which a model that computes in float32 keeps as they are.
 NARROW = {
     "bfloat16": BlockType("BF16", 30, 1, 2),
     "float16": BlockType("F16", 1, 1, 2),
 }
 ALL_TYPES = BLOCK_TYPES | {
-    kind.name: kind for kind in (F8_E4M3, F8_HIGH, *HIGH_QUANTS.values(), *NARROW.values())
+    kind.name: kind for kind in (F8_E4M3, *HIGH_TYPES.values(), *NARROW.values())
 }
 # Types that no kernel of a processor decodes: their tables have thousands of entries.
 WITH_LARGE_TABLES = frozenset(name for name in ALL_TYPES if name.startswith(("IQ1", "IQ2", "IQ3")))

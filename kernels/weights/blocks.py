@@ -13,13 +13,13 @@ from triforce_kernels import limits
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import HOST, REFERENCE, TRITON, backend, implementation
 from triforce_kernels.weights import high_quants
-from triforce_kernels.weights.block_types import HIGH_QUANTS, BlockType
+from triforce_kernels.weights.block_types import HIGH_QUANTS, HIGH_TYPES, BlockType
 from triforce_kernels.weights.stored import StoredWeight
 
 # Types that kernels decode, on a GPU and on a CPU.
 FUSED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"),
-    *("F8_E4M3", "F8_HIGH", *(high.name for high in HIGH_QUANTS.values())),
+    *("F8_E4M3", *(high.name for high in HIGH_TYPES.values())),
 )
 _BY = {
     TRITON: frozenset(FUSED),

@@ -13,7 +13,7 @@ import torch
 
 from triforce_kernels import limits
 from triforce_kernels.dispatch import TRITON, backend
-from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.block_types import HIGH_TYPES, BlockType
 from triforce_kernels.weights.blocks import BlockWeight, block_matmul, has_kernel
 from triforce_kernels.weights.stored import SplitWeight
 
@@ -34,9 +34,9 @@ class SplitBlocksWeight(SplitWeight):
     def block_type(self) -> BlockType: ...
 
     @property
-    @abstractmethod
     def high_type(self) -> BlockType:
         """The type of the blocks of high bits."""
+        return HIGH_TYPES[self.block_type.name]
 
     @abstractmethod
     def join(self) -> torch.Tensor:

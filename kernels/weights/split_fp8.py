@@ -64,10 +64,6 @@ class SplitFP8Weight(SplitBlocksWeight):
     def block_type(self) -> BlockType:
         return F8_E4M3
 
-    @property
-    def high_type(self) -> BlockType:
-        return F8_HIGH
-
     def rows(self, first: int, end: int) -> SplitFP8Weight:
         """StoredWeight.rows."""
         return replace(

@@ -39,10 +39,6 @@ class SplitQuantsWeight(SplitBlocksWeight):
     def block_type(self) -> BlockType:
         return self.kind
 
-    @property
-    def high_type(self) -> BlockType:
-        return HIGH_QUANTS[self.kind.name]
-
     def rows(self, first: int, end: int) -> SplitQuantsWeight:
         """StoredWeight.rows."""
         return replace(self, data=self.data[first:end], low=self.low[first:end])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from triforce_kernels import limits
-from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, HIGH_QUANTS, BlockType
+from triforce_kernels.weights.block_types import F8_E4M3, HIGH_QUANTS, HIGH_TYPES, BlockType
 from triforce_offload.weights.formats import Blocks, Format, Matrix, Read, Stack, aligned
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ class SplitBlockMatrix(Matrix):
     def block_type(self) -> BlockType: ...
 
     @property
-    @abstractmethod
     def high_type(self) -> BlockType:
         """The type of the blocks of high bits."""
+        return HIGH_TYPES[self.block_type.name]
 
     @property
     def nbytes(self) -> int:
@@ -153,10 +153,6 @@ class SplitFP8(SplitBlockMatrix):
         return F8_E4M3
 
     @property
-    def high_type(self) -> BlockType:
-        return F8_HIGH
-
-    @property
     def low_bytes(self) -> int:
         return sum(map(aligned, self._low_sizes))
 
@@ -178,7 +174,7 @@ class SplitFP8(SplitBlockMatrix):
         """Bytes of the low bits, of the bases of blocks, and of where each row begins."""
         numbers, (part, whole) = self.rows * self.columns, limits.LOW_BYTES_OF_FP8
         room = -(-numbers * part // whole) + self.rows
-        return room, numbers // F8_HIGH.elements, 4 * (self.rows + 1)
+        return room, numbers // F8_E4M3.elements, 4 * (self.rows + 1)
 
 
 @dataclass(frozen=True)
@@ -192,10 +188,6 @@ class SplitQuants(SplitBlockMatrix):
     @property
     def block_type(self) -> BlockType:
         return self.kind
-
-    @property
-    def high_type(self) -> BlockType:
-        return HIGH_QUANTS[self.kind.name]
 
     @property
     def low_bytes(self) -> int:

@@ -138,10 +138,10 @@ def measure_of(model: torch.nn.Module, kind: str, args: argparse.Namespace) -> I
         rows: dict[str, list[tuple[float, float]]] = {name: [] for name in readings}
         for seed, prompt in enumerate(stretches(args.stretches, tokens)):
             text, kv = continued(model, torch.tensor([prompt]), args.new_tokens, seed)
-            exact_laws = laws(model, text, kv)
+            expected = distributions(model, text, kv)
             for name, (*_, of_kv) in readings.items():
                 read = kv if of_kv is None else [(of_kv(k), of_kv(v)) for k, v in kv]
-                held = torch.minimum(exact_laws, laws(readers[name], text, read)).sum(-1)
+                held = torch.minimum(expected, distributions(readers[name], text, read)).sum(-1)
                 rows[name].append((float(held.mean()), a_pass(held)))
             print(f"{kind}, {tokens} tokens, stretch {seed}: {rows}", file=sys.stderr, flush=True)
         for name, runs in rows.items():
@@ -218,7 +218,7 @@ def continued(
 
 
 @torch.no_grad()
-def laws(model: torch.nn.Module, text: torch.Tensor, kv: KV) -> torch.Tensor:
+def distributions(model: torch.nn.Module, text: torch.Tensor, kv: KV) -> torch.Tensor:
     """Return the distributions of all tokens of the text but the first, [new, vocab]."""
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(kv):

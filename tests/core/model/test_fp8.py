@@ -8,21 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_files import FP8_RECURRENT, FP8_SIZES, quantise
-from helpers import BLOCK, PLACEMENTS, make_model, random_ids
+from helpers import PLACEMENTS, make_model
 from oracle import assert_equal_but_for_ties
 from safetensors.torch import load_file, save_file
+from split_texts import GREEDY, NEW, PROMPT, STREAMED, check_texts, engine
 
-from triforce_core import Engine, SamplingParams
 from triforce_core.model.known.shapes import read_model
 from triforce_core.model.tensors import split_layouts
 from triforce_core.plan.formats import split_weights
 from triforce_kernels.weights.block_types import F8_E4M3, BlockType
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
-from triforce_offload.plan.placement import Placement
 from triforce_offload.weights.formats import DTYPES
-
-PROMPT, NEW = random_ids(60), 24
-GREEDY = SamplingParams(NEW, temperature=0)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "glm4", "qwen3_5"])
@@ -35,12 +31,6 @@ def quantised(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     model = make_model(request.param, path, **FP8_SIZES, **more)
     quantise(path, model)
     return path, model
-
-
-def engine(path: Path, **options: object) -> Engine:
-    return Engine.from_pretrained(
-        path, **{"device": "cpu", "max_context": 90, "block_tokens": BLOCK, **options}
-    )
 
 
 @pytest.mark.one_in(2)
@@ -65,44 +55,11 @@ def test_greedy_text_is_that_of_the_dequantised_model(
         assert layer >= 4 * elements
 
 
-def by_low_bits(name: str) -> Placement:
-    """Low bits stream of some layers, or of all."""
-    layers = {"all": (0, 1, 2), "one slot": (0, 2), "and whole ones": (1,)}[name]
-    streamed = (0, 1, 2) if name == "and whole ones" else layers
-    slots = 1 if name == "one slot" else 2
-    return Placement(streamed, True, 10**6, slots, 1, 1, split_layers=layers)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["all", "one slot", "and whole ones"])
+@pytest.mark.parametrize("name", STREAMED)
 def test_what_streams_by_its_low_bits_gives_the_text(quantised, name: str, dtype: str) -> None:
     """And the high bits draft for it."""
-    path, _ = quantised
-    options = {"dtype": dtype, "method": "autoregressive", "kv": "dense"}
-    with engine(path, weights="stored", **options) as plain:
-        expected = plain.generate(PROMPT, GREEDY).token_ids
-    with engine(path, weights="split", placement=by_low_bits(name), **options) as running:
-        result = running.generate(PROMPT, GREEDY)
-        demand = running.runtime.plan.requirements
-        assert running.plan.weights == "split"
-    # In bfloat16 the output matrix is split too, which changes no token here.
-    assert result.token_ids == expected
-    memory = result.stats["memory"]
-    assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
-    if name == "all":
-        crossed = result.stats["link"]["bytes_to_device"]
-        assert crossed == sum(demand.low_bytes) * result.stats["passes"]
-    if name == "and whole ones":
-        return
-    options |= {"method": "triforce", "budget": 80, "draft": "none", "draft_tokens": 4}
-    options |= {"draft_weights": "split"}
-    with engine(path, weights="split", placement=by_low_bits(name), **options) as drafting:
-        result = drafting.generate(PROMPT, GREEDY)
-        warm = drafting.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=3))
-    assert result.token_ids == expected
-    assert result.stats["levels"] == ["retrieval", "target"]
-    assert result.stats["retrieval"]["reads_high_bits"]
-    assert warm.stats["acceptance"]["target"] > 0.4
+    check_texts(quantised[0], name, dtype)
 
 
 def tensors_of_llama(path: Path) -> tuple[Path, dict[str, torch.Tensor]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
 
 import gguf
 import pytest
 from gguf_files import write_gguf
-from helpers import BLOCK, make_model, random_ids
+from helpers import make_model
+from split_texts import GREEDY, PROMPT, STREAMED, check_texts, engine
 
-from triforce_core import Engine, SamplingParams
 from triforce_core.model.known.shapes import read_model
 from triforce_core.model.tensors import split_layouts
 from triforce_core.plan.formats import splits_blocks
@@ -18,8 +17,6 @@ from triforce_kernels.weights.block_types import BLOCK_TYPES, HIGH_QUANTS
 from triforce_offload.plan.placement import Placement
 from triforce_offload.weights.formats import DTYPES
 
-PROMPT, NEW = random_ids(60), 24
-GREEDY = SamplingParams(NEW, temperature=0)
 # Rows that are whole blocks of 256.
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_key_value_heads": 2}
 RECURRENT = {
@@ -49,51 +46,11 @@ def quantised(request, tmp_path_factory) -> Path:
     return path / "m.gguf"
 
 
-def engine(path: Path, **options: object) -> Engine:
-    return Engine.from_pretrained(
-        path, **{"device": "cpu", "max_context": 90, "block_tokens": BLOCK, **options}
-    )
-
-
-def by_low_bits(name: str) -> Placement:
-    """Low bits stream of some layers, or of all."""
-    layers = {"all": (0, 1, 2), "one slot": (0, 2), "and whole ones": (1,)}[name]
-    streamed = (0, 1, 2) if name == "and whole ones" else layers
-    slots = 1 if name == "one slot" else 2
-    return Placement(streamed, True, 10**6, slots, 1, 1, split_layers=layers)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["all", "one slot", "and whole ones"])
+@pytest.mark.parametrize("name", STREAMED)
 def test_what_streams_by_its_low_bits_gives_the_text(quantised, name: str, dtype: str) -> None:
     """And the high bits draft for it."""
-    options = {"dtype": dtype, "method": "autoregressive", "kv": "dense"}
-    with engine(quantised, weights="stored", **options) as plain:
-        expected = plain.generate(PROMPT, GREEDY).token_ids
-    with engine(quantised, weights="split", placement=by_low_bits(name), **options) as running:
-        result = running.generate(PROMPT, GREEDY)
-        demand = running.runtime.plan.requirements
-        assert running.plan.weights == "split"
-    assert result.token_ids == expected
-    memory = result.stats["memory"]
-    assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
-    if name == "all":
-        crossed = result.stats["link"]["bytes_to_device"]
-        assert crossed == sum(demand.low_bytes) * result.stats["passes"]
-    if name == "and whole ones":
-        return
-    options |= {"method": "triforce", "budget": 80, "draft": "none", "draft_tokens": 4}
-    options |= {"draft_weights": "split"}
-    with engine(quantised, weights="split", placement=by_low_bits(name), **options) as drafting:
-        result = drafting.generate(PROMPT, GREEDY)
-        drawn = [
-            drafting.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=seed)).stats
-            for seed in range(3)
-        ]
-    assert result.token_ids == expected
-    assert result.stats["levels"] == ["retrieval", "target"]
-    assert result.stats["retrieval"]["reads_high_bits"]
-    assert fmean(stats["acceptance"]["target"] for stats in drawn) > 0.4
+    check_texts(quantised, name, dtype)
 
 
 def test_layers_in_files_are_split_each_time_they_cross(tmp_path) -> None:

@@ -130,11 +130,9 @@ def _may_split_blocks(case: Case) -> bool:
         return False
     if not splits_blocks(case.config, case.dtype, case.pieces):
         return False
-    split = replace(case, split=SPLIT).layouts.layers
-    parts = (part for layer in split for part in layer.decoded() if part.split)
-    return case.hardware.gpus == 1 or {part.block_type for part in parts}.isdisjoint(
-        (F8_E4M3, None)
-    )
+    layers = replace(case, split=SPLIT).layouts.layers
+    split = {part.block_type for layer in layers for part in layer.decoded() if part.split}
+    return case.hardware.gpus == 1 or split.isdisjoint((F8_E4M3, None))
 
 
 def _choose(case: Case) -> Candidate:
