@@ -115,7 +115,7 @@ class Layouts:
 
     @cached_property
     def undivided_numbers(self) -> int:
-        """Elements of the largest of these matrices that are not split, 0 if there is none."""
+        """The same of matrices that are not split."""
         parts = (part for layout in self._all() for part in layout.decoded() if not part.split)
         return max((part.rows * part.columns for part in parts), default=0)
 
