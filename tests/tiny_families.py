@@ -316,7 +316,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "rope_parameters": YARN | {"truncate": False},
         },
     ),
-    "granite4-h": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0}),
+    "granite4-h": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0, "mamba_n_groups": 1}),
     "granite4-h-moe": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 6}),
     "nemotron_h-moe": ("NemotronH", NEMOTRON),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),

@@ -140,6 +140,12 @@ def norm_of_gated(
     return implementation("norm_of_gated", x.device)(x, skip, weight, gate, eps, groups)
 
 
+def gated(x: torch.Tensor, skip: Skip, gate: torch.Tensor) -> torch.Tensor:
+    """Return (x + skip) times SiLU of its gate, [rows, width] float32. See `norm_of_gated`."""
+    heads = skip.values.unflatten(1, (len(skip.factor), -1))
+    return (heads * skip.factor[:, None]).flatten(1).add_(x).mul_(silu(gate.float()))
+
+
 def reference_gates(
     decays: torch.Tensor, rates: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,8 +174,6 @@ def reference_norm_of_gated(
     eps: float,
     groups: int,
 ) -> torch.Tensor:
-    heads = skip.values.unflatten(1, (len(skip.factor), -1))
-    whole = (heads * skip.factor[:, None]).flatten(1).add_(x)
-    each = whole.mul_(silu(gate.float())).unflatten(1, (groups, -1))
+    each = gated(x, skip, gate).unflatten(1, (groups, -1))
     normed = rms_norm(each, each.new_ones(each.shape[-1]), eps)
     return normed.flatten(1).to(gate.dtype) * weight

@@ -6,7 +6,7 @@ No tensors are created here. Each kind of mixer is a class in this module, and i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -251,9 +251,11 @@ class Mamba2(LinearAttention):
     norms what the gates leave of a group of heads.
 
     conv_bias: whether the convolution has a bias
+    divided_group: whether ranks divide the only group, and its norm needs the sums of all
     """
 
     conv_bias: bool = True
+    divided_group: bool = field(default=False, repr=False)
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""

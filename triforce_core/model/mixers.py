@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -27,6 +27,7 @@ from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_kernels.recurrent.gates import (
     Skip,
     delta_gates,
+    gated,
     gated_norm,
     norm_of_gated,
     step_gates,
@@ -124,17 +125,27 @@ class AttentionMixer:
         mean of squares over the heads of all ranks.
         """
         parts = [each.flatten(1) for each in (queries, keys)]
-        sums = torch.empty(len(queries) + 1, 2, dtype=torch.float32, device=queries.device)
-        for index, part in enumerate(parts):
-            squares = part.float().square()
-            sums[:-1, index : index + 1] = linear(squares, squares.new_ones(1, part.shape[1]))
-            sums[-1, index] = part.shape[1]
-        self._ranks.sum(sums)
-        means = sums[:-1] / sums[-1]
+        means = _mean_over_ranks(self._ranks, parts)
         for part, into, weight, mean in zip(
             parts, (queries, keys), (q_norm, k_norm), means.split(1, 1), strict=True
         ):
             into.copy_(self._norm.scaled(part, mean, weight).view(into.shape))
+
+
+def _mean_over_ranks(ranks: Ranks, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of squares of each part's rows over the columns of all ranks, [rows, parts]
+    float32.
+
+    parts: this rank's, [rows, columns] each
+    """
+    rows, device = len(parts[0]), parts[0].device
+    sums = torch.empty(rows + 1, len(parts), dtype=torch.float32, device=device)
+    for index, part in enumerate(parts):
+        squares = part.float().square()
+        sums[:-1, index : index + 1] = linear(squares, squares.new_ones(1, part.shape[1]))
+        sums[-1, index] = part.shape[1]
+    ranks.sum(sums)
+    return sums[:-1] / sums[-1]
 
 
 class LatentMixer:
@@ -237,6 +248,11 @@ class Mamba2Mixer(_LinearMixer):
 
     _spec: Mamba2
 
+    def __init__(self, spec: Mamba2, norm: Norm, place: int, ranks: Ranks) -> None:
+        """ranks: those that share the heads"""
+        super().__init__(spec, norm, place)
+        self._ranks = ranks
+
     def __call__(
         self, w: Views, projected: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> torch.Tensor:
@@ -249,7 +265,18 @@ class Mamba2Mixer(_LinearMixer):
         rows = DeltaRows(*self._heads(mixed), *gates, corrects=False)
         out = cache.recur(self._place, rows, batch).flatten(1)
         skip = Skip(mixed[:, -spec.values :], w["skip"])
+        if spec.divided_group:
+            return self._norm_over_ranks(gated(out, skip, gate), w["head_norm"])
         return norm_of_gated(out, skip, w["head_norm"], gate, self._norm.eps, spec.key_heads)
+
+    def _norm_over_ranks(self, gated: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the norm of a group, [rows, columns of this rank] in the dtype of the weights, by
+        its mean of squares over the columns of all ranks.
+
+        gated: [rows, columns of this rank] float32
+        """
+        mean = _mean_over_ranks(self._ranks, (gated,))
+        return (gated * torch.rsqrt(mean + self._norm.eps)).to(weight.dtype) * weight
 
 
 class ShortConvMixer:
@@ -279,11 +306,12 @@ def mixer_layer(spec: LayerSpec, norm: Norm, place: int, ranks: Ranks) -> MixerL
         return LatentMixer(spec.mixer, norm, place)
     if isinstance(spec.mixer, Attention):
         return AttentionMixer(spec.mixer, norm, place, ranks)
+    if isinstance(spec.mixer, Mamba2):
+        return Mamba2Mixer(spec.mixer, norm, place, ranks)
     return _RECURRENT[type(spec.mixer)](spec.mixer, norm, place)
 
 
 _RECURRENT: dict[type, Callable[..., MixerLayer]] = {
     DeltaNet: DeltaNetMixer,
-    Mamba2: Mamba2Mixer,
     ShortConv: ShortConvMixer,
 }

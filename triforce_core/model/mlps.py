@@ -25,6 +25,7 @@ from triforce_kernels.layer import clamped_swiglu, geglu, rms_norm, swiglu
 from triforce_kernels.weights import inputs
 from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
+from triforce_offload.ranks import Ranks
 from triforce_offload.weights.layouts import Pool, Views
 from triforce_offload.weights.locations import processor_dtype
 
@@ -45,7 +46,7 @@ class MLPLayer(Protocol):
     """The computation of a layer's MLP. Rows keep the same bits, as those of a mixer do."""
 
     def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output [rows, hidden]; if ranks share the model, this rank's summand.
+        """Return the MLP's output [rows, hidden], summed over the ranks that share its columns.
 
         normed, hidden: hidden states after the MLP's norm, and before it, [rows, hidden]
         """
@@ -54,20 +55,22 @@ class MLPLayer(Protocol):
 class WholeMLP:
     """An MLP over every token."""
 
-    def __init__(self, spec: DenseMLP, norm: Norm) -> None:
+    def __init__(self, spec: DenseMLP, norm: Norm, ranks: Ranks) -> None:
         self._gated = _GATED[spec.activation]
+        self._ranks = ranks
 
     def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """MLPLayer.__call__."""
-        return linear(self._gated(linear(normed, w["gate_up"])), w["down"])
+        return self._ranks.sum(linear(self._gated(linear(normed, w["gate_up"])), w["down"]))
 
 
 class ExpertsMLP:
     """Experts that a router chooses for each token, and those that every token goes through."""
 
-    def __init__(self, spec: Experts, norm: Norm) -> None:
+    def __init__(self, spec: Experts, norm: Norm, ranks: Ranks) -> None:
         self._spec = spec
         self._norm = norm
+        self._ranks = ranks
         self._gated = _GATED[spec.activation]
         router = spec.router
         self._choice = Choice(
@@ -92,11 +95,12 @@ class ExpertsMLP:
             if spec.gated_shared:
                 shared *= sigmoid(linear(wide, w["shared_gate"]))
             out += shared
-        return out
+        return self._ranks.sum(out)
 
     def _experts(
         self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
+        """Return the weighted sums of each row's experts, [rows, hidden]; this rank's summand."""
         if w.note is not None:
             w.note(chosen)
         inputs.note(x, w["experts_gate_up"])
@@ -149,7 +153,9 @@ class ExpertsMLP:
 
     def _biases(self, w: Views, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         gate_up = torch.cat((w["experts_gate_bias"], w["experts_up_bias"]), 1)
-        return gate_up.to(dtype), w["experts_down_bias"].to(dtype)
+        down = w["experts_down_bias"].to(dtype)
+        # Only one rank adds the bias of outputs, before the sum over ranks.
+        return gate_up.to(dtype), torch.zeros_like(down) if self._ranks.index else down
 
     def _outputs(
         self,
@@ -183,7 +189,10 @@ class ExpertsBesideMLP(ExpertsMLP):
         chosen, weights = choose(linear(wide, w["router"]), None, self._choice)
         weights = weights * w["expert_scale"][chosen]
         experts = self._experts(w, norm(hidden, w["experts_norm"]), chosen, weights)
-        dense = norm(self._shared(w, normed), w["dense_out_norm"])
+        dense = self._shared(w, normed)
+        if self._ranks.count > 1:
+            dense, experts = self._ranks.sum(torch.stack((dense, experts)))
+        dense = norm(dense, w["dense_out_norm"])
         return dense.add_(norm(experts, w["experts_out_norm"]))
 
 
@@ -192,17 +201,19 @@ def _no_mlp(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
 
 
 def mlp_layer(
-    spec: LayerSpec, norm: Norm
+    spec: LayerSpec, norm: Norm, ranks: Ranks
 ) -> Callable[[Views, torch.Tensor, torch.Tensor], torch.Tensor | None]:
     """Return the computation of a layer's MLP with its norm.
 
     It takes the layer's tensors, the hidden states before the norm and what the mixer adds to them,
     [rows, hidden] each, which it adds in place. It returns the MLP's output, [rows, hidden], or
     None if the layer has no MLP.
+
+    ranks: those that share the MLP's columns
     """
     if isinstance(spec.mlp, NoMLP):
         return _no_mlp
-    mlp: MLPLayer = _KINDS[type(spec.mlp)](spec.mlp, norm)
+    mlp: MLPLayer = _KINDS[type(spec.mlp)](spec.mlp, norm, ranks)
 
     def layer(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor | None:
         if spec.parallel:

@@ -85,7 +85,7 @@ class Model:
             mixer_layer(spec, self._norm, place, self.ranks)
             for spec, place in zip(config.layers, config.kv_places, strict=True)
         ]
-        self._mlps = [mlp_layer(spec, self._norm) for spec in config.layers]
+        self._mlps = [mlp_layer(spec, self._norm, self.ranks) for spec in config.layers]
 
     def for_drafts(self) -> Model:
         """Return this model without the same bits, which drafts need not have, where they cost
@@ -275,7 +275,7 @@ class Model:
         mixed = self._added(spec, w.get("mixer_norm"), mixed)
         computed = self._mlps[index](w, hidden, mixed)
         if computed is not None:
-            hidden += self._added(spec, w.get("mlp_norm"), self.ranks.sum(computed))
+            hidden += self._added(spec, w.get("mlp_norm"), computed)
 
     def _fused(self, index: int, w: Views) -> FusedLayer:
         """Return the computations of a layer that a processor makes at once."""

@@ -15,7 +15,6 @@ from triforce_core.model.families.hf import from_hf
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.feed_forward import Scores
 from triforce_core.model.known.mixes import pieces_of
-from triforce_core.model.sharing.share import Share
 from triforce_core.model.tensors import dense_layouts, kv_shape
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, decode
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
@@ -145,11 +144,6 @@ def test_scores_are_scaled_and_routed_as_published() -> None:
 def test_what_is_not_computed_is_refused(raw: dict, change: dict, named: str) -> None:
     with pytest.raises(UnsupportedModelError, match=named):
         from_hf(raw | change, {})
-
-
-def test_heads_are_not_divided_over_gpus() -> None:
-    with pytest.raises(UsageError, match="latent attention run on one GPU only"):
-        Share.of(from_hf(GLM, {}), 0, 2)
 
 
 def test_odd_parts_of_vectors_are_refused() -> None:

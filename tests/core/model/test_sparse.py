@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny_families import WITH_EXPERTS
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.checkpoints.naming.names import gguf_names, hf_names
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.feed_forward import Experts, Router, Scores
-from triforce_core.model.sharing.share import Share
-from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 PROMPT, NEW = random_ids(60), 24
 GREEDY = SamplingParams(NEW, temperature=0)
@@ -171,15 +168,6 @@ def test_experts_in_mxfp4_are_kept_as_published(tmp_path, placement: str) -> Non
         layer = running.runtime.weights.layouts[0]
     assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs[0, len(PROMPT) :].tolist())
     assert layer.formats["experts_down"].nbytes == 8 * 64 * 96 * 17 // 32
-
-
-def test_gpt_oss_does_not_spread_over_gpus(tmp_path) -> None:
-    make_model("gpt-oss-moe", tmp_path)
-    with (
-        closing(open_checkpoint(tmp_path)) as checkpoint,
-        pytest.raises(UsageError, match="experts with biases"),
-    ):
-        Share.of(checkpoint.config, 0, 2)
 
 
 CONFIG = {

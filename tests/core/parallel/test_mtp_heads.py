@@ -20,13 +20,16 @@ from triforce_offload.errors import DoesNotFitError
 PROMPT, NEW = 120, 40
 
 
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
-    """A model with a random head."""
-    path = tmp_path_factory.mktemp("headed")
-    model = make_model("qwen3_5", path)
+def with_head(path: Path, family: str) -> tuple[Path, torch.nn.Module]:
+    """Makes a model with a random head."""
+    model = make_model(family, path)
     add_head(path, model)
     return path, model
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    return with_head(tmp_path_factory.mktemp("headed"), "qwen3_5")
 
 
 def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
@@ -72,6 +75,16 @@ def test_the_head_of_ranks_drafts_what_that_of_one_does(
         assert len(alone) == len(shared) > 20
         for one, other in zip(alone, shared, strict=True):
             torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
+
+
+def test_ranks_share_the_head_of_a_model_with_latent_attention(tmp_path, leaders) -> None:
+    path, model = with_head(tmp_path, "glm4_lite-moe")
+    prompt, texts = random_ids(PROMPT), []
+    for count in (1, 2):
+        with engine(path, count, "kv", draft="mtp", **ON_RANKS["retrieval"]) as ours:
+            texts.append(ours.generate(prompt, greedy(NEW)).token_ids)
+    assert_equal_but_for_ties(model, prompt, texts[0], transformers_text(model, prompt))
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.first

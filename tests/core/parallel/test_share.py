@@ -73,6 +73,11 @@ def test_what_does_not_spread_is_refused_with_the_numbers() -> None:
         Share.of(with_heads(9, 3), 0, 16)
     with pytest.raises(UsageError, match="an MLP of 2 columns"):
         Share.of(with_heads(32, 8, mlp=2), 0, 4)
+    mamba = Mamba2(key_heads=3, value_heads=12, key_dim=8, value_dim=8, taps=4)
+    config = with_heads(32, 8)
+    config = replace(config, layers=(*config.layers, LayerSpec(mamba, DenseMLP(64))))
+    with pytest.raises(UsageError, match="3 groups of heads do not spread over 4 GPUs"):
+        Share.of(config, 0, 4)
 
 
 def test_spread_is_as_even_as_can_be() -> None:
@@ -135,9 +140,10 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
                     rows = [mixer.keys, mixer.keys, mixer.values]
                 split = expected.split(rows or expected.shape[0])
                 taken = []
-                for piece, window in zip(split, share.windows(name), strict=True):
-                    if window.rows is not None:
-                        piece = piece[window.rows.start : window.rows.stop]
+                for piece, window in zip(split, share.windows(name, len(split)), strict=True):
+                    if (own := window.rows) is not None:
+                        matrices = piece.chunk(window.matrices)
+                        piece = torch.cat([each[own.start : own.stop] for each in matrices])
                     if window.columns is not None:
                         piece = piece[:, window.columns.start : window.columns.stop]
                     taken.append(piece)
@@ -152,7 +158,8 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
         *product(("qwen2_moe", "mixtral"), (2, 3)),
         *product(("olmo2", "olmo3"), (2, 4)),
         *product(("qwen3_5", "lfm2", "lfm2-moe"), (2, 3)),
-        *product(("granite4-h-moe", "nemotron_h-moe"), (2,)),
+        *product(("granite4-h", "granite4-h-moe", "nemotron_h-moe"), (2,)),
+        *product(("gemma4-moe", "gpt-oss-moe", "deepseek_v2-moe", "glm4_lite-moe"), (2, 3)),
     ],
 )
 def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) -> None:
@@ -161,7 +168,9 @@ def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) ->
     assert not any(each.block_types for each in layouts)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mqa", "gemma4", "qwen3_5", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-mqa", "gemma4", "qwen3_5", "qwen2_moe", "glm4_lite-moe"]
+)
 def test_a_rank_reads_no_byte_of_another_share(tiny, monkeypatch, family: str) -> None:
     read = []
     fill = OpenedFile.fill

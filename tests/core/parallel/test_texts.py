@@ -14,6 +14,7 @@ import torch
 from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import PLACEMENTS, make_model, random_ids
+from mxfp4_files import to_mxfp4
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
 
@@ -45,8 +46,11 @@ RANKED += (
     "qwen3_5",
     "lfm2",
 )
-RANKED += ("granite4-h-moe", "nemotron_h-moe", "lfm2-moe")
+# Ranks divide the only group of the first one.
+RANKED += ("granite4-h", "granite4-h-moe", "nemotron_h-moe", "lfm2-moe")
 RANKED += ("qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_next-moe", "minimax_m2-moe", "laguna-moe")
+# One rank adds the biases of outputs; what two norms take is summed before; one vector a token.
+RANKED += ("gpt-oss-moe", "gemma4-moe", "deepseek_v2-moe", "deepseek_v3-moe", "glm4_lite-moe")
 
 
 def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
@@ -186,6 +190,19 @@ def test_fp8(tmp_path, leaders) -> None:
     with engine(tmp_path, 2, "weights", weights="stored") as ours:
         result = ours.generate(prompt, greedy(NEW))
     assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+
+
+@pytest.mark.parametrize("placement", ["resident", "both"])
+def test_experts_in_mxfp4(tmp_path, leaders, placement: str) -> None:
+    """Rows of gates and up projections alternate in these files, and one rank adds the biases."""
+    model = make_model("gpt-oss-moe", tmp_path)
+    to_mxfp4(tmp_path, model)
+    prompt = random_ids(PROMPT)
+    with engine(tmp_path, 2, placement, weights="stored", **METHODS["triforce"]) as ours:
+        result = ours.generate(prompt, greedy(NEW))
+        layer = ours.runtime.weights.layouts[0]
+    assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+    assert layer.formats["experts_down"].nbytes == 8 * 64 * 64 * 17 // 32, "64 of 96 columns"
 
 
 @pytest.mark.parametrize("method", METHODS)

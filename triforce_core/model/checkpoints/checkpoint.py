@@ -26,7 +26,13 @@ from triforce_core.model.checkpoints.naming.names import (
     gguf_names,
     hf_names,
 )
-from triforce_core.model.checkpoints.naming.pieces import Piece, block_type, fits, stored_shapes
+from triforce_core.model.checkpoints.naming.pieces import (
+    Piece,
+    block_type,
+    fits,
+    stored_shapes,
+    windowed,
+)
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.sharing.share import Share
@@ -201,8 +207,7 @@ class Checkpoint:
         """
         pieces = self._names(name)
         if self._share is not None:
-            windows = self._share.windows(name)
-            pieces = [piece.within(w) for piece, w in zip(pieces, windows, strict=True)]
+            pieces = windowed(pieces, self._share.windows(name, len(pieces)))
         self.read_pieces(name, pieces, into)
 
     def read_pieces(self, name: str, pieces: Sequence[Piece], into: Weight) -> None:

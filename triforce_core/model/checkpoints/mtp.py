@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes
+from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes, windowed
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.heads.joins import Mtp
 from triforce_core.model.layers import LayerSpec
@@ -177,8 +177,7 @@ class MtpHead:
             part, whole = name.split(".")[-1], self._pieces(name)
             if part not in divided:
                 return whole
-            windows = share.windows(f"layers.{full}.{part}")
-            return [piece.within(own) for piece, own in zip(whole, windows, strict=True)]
+            return windowed(whole, share.windows(f"layers.{full}.{part}", len(whole)))
 
         as_model = share.pieces(lambda name: self.pieces(name.split(".")[-1]))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, Protocol
 
-from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
+from triforce_core.model.feed_forward import MLP, Experts
 from triforce_core.model.layers import (
     Attention,
     DeltaNet,
@@ -20,12 +20,22 @@ from triforce_offload.errors import UsageError
 
 
 class Window(NamedTuple):
-    """Rows and columns of a stored tensor; None for all. Columns may be several ranges, which do
-    not follow one another.
+    """Rows and columns of a piece of a stored tensor; None for all. Columns may be several ranges,
+    which do not follow one another.
+
+    matrices: number of matrices whose rows alternate in the piece; `rows` are those of each
     """
 
     rows: range | None = None
     columns: range | tuple[range, ...] | None = None
+    matrices: int = 1
+
+    def height(self, whole: int) -> int:
+        """Return how many rows of the piece, which has `whole`, are in the window."""
+        return whole if self.rows is None else self.matrices * len(self.rows)
+
+
+_NOTHING = Window(range(0))
 
 
 class Heads(NamedTuple):
@@ -72,8 +82,8 @@ class Divided(Protocol):
     def mixer(self, rank: int) -> Mixer:
         """Return a rank's part of the mixer."""
 
-    def windows(self, part: str, rank: int) -> list[Window]:
-        """Return the window of each piece of a tensor that a rank has."""
+    def windows(self, part: str, rank: int, pieces: int) -> list[Window]:
+        """Return the window that a rank has of each of the pieces of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class DividedAttention:
             output_bias=self.whole.output_bias and rank == 0,
         )
 
-    def windows(self, part: str, rank: int) -> list[Window]:
+    def windows(self, part: str, rank: int, pieces: int) -> list[Window]:
         """Divided.windows."""
         whole = self.whole
         queries, keys = (_columns(own[rank], whole.head_dim) for own in self.heads)
@@ -111,6 +121,39 @@ class DividedAttention:
 
 
 @dataclass(frozen=True)
+class DividedLatent:
+    """Latent attention, divided by query heads. Every rank has the vectors of all tokens."""
+
+    whole: LatentAttention
+    heads: Heads
+
+    def mixer(self, rank: int) -> LatentAttention:
+        """Divided.mixer."""
+        return replace(self.whole, heads=len(self.heads.queries[rank]))
+
+    def windows(self, part: str, rank: int, pieces: int) -> list[Window]:
+        """Divided.windows."""
+        whole, own = self.whole, self.heads.queries[rank]
+        queries = Window(_columns(own, whole.key_dim + whole.rope_dim))
+        match part:
+            case "qkv":
+                first = Window() if whole.query_rank else queries
+                return [first, *[Window()] * (pieces - 1)]
+            case "q_up":
+                return [queries]
+            case "k_up" if pieces > 1:
+                return [Window() if head in own else _NOTHING for head in range(whole.heads)]
+            case "k_up":
+                return [Window(_columns(own, whole.latent))]
+            case "v_up":
+                return [Window(_columns(own, whole.value_dim))]
+            case "o":
+                return [Window(None, _columns(own, whole.value_dim))]
+            case _:
+                return [Window()]
+
+
+@dataclass(frozen=True)
 class _DividedLinearAttention:
     """Linear attention, divided by heads: value heads as `queries`, and their key heads."""
 
@@ -122,7 +165,7 @@ class _DividedLinearAttention:
         values, keys = (len(own[rank]) for own in self.heads)
         return replace(self.whole, key_heads=keys, value_heads=values)
 
-    def windows(self, part: str, rank: int) -> list[Window]:
+    def windows(self, part: str, rank: int, pieces: int) -> list[Window]:
         """Divided.windows."""
         own, values = self.heads.queries[rank], self._values(rank)
         keys = _columns(self.heads.keys[rank], self.whole.key_dim)
@@ -173,15 +216,22 @@ class DividedDeltaNet(_DividedLinearAttention):
 
 
 class DividedMamba2(_DividedLinearAttention):
-    """Mamba-2, divided by groups: their heads as `queries`. The norm is of groups, too."""
+    """Mamba-2, divided by groups: their heads as `queries`. Ranks divide a group if it is the only
+    one. The norm is of groups, too.
+    """
 
     whole: Mamba2
 
-    def windows(self, part: str, rank: int) -> list[Window]:
+    def mixer(self, rank: int) -> Mixer:
+        """Divided.mixer."""
+        mixer = super().mixer(rank)
+        return replace(mixer, divided_group=len(self.heads.keys) > self.whole.key_heads)
+
+    def windows(self, part: str, rank: int, pieces: int) -> list[Window]:
         """Divided.windows."""
         if part == "head_norm":
             return [Window(self._values(rank))]
-        return super().windows(part, rank)
+        return super().windows(part, rank, pieces)
 
 
 @dataclass(frozen=True)
@@ -195,7 +245,7 @@ class DividedShortConv:
         """Divided.mixer. Every rank would add the output's bias, so models with one are refused."""
         return replace(self.whole, channels=len(self.heads.keys[rank]))
 
-    def windows(self, part: str, rank: int) -> list[Window]:
+    def windows(self, part: str, rank: int, pieces: int) -> list[Window]:
         """Divided.windows."""
         own = self.heads.keys[rank]
         if part in ("qkv", "qkv_bias"):
@@ -209,22 +259,18 @@ class DividedShortConv:
 def divided(mixer: Mixer, ranks: int) -> Divided:
     """Divide a mixer over ranks. Raises UsageError if a rank would get nothing."""
     match mixer:
-        case LatentAttention() if ranks > 1:
-            raise UsageError(
-                "models with latent attention run on one GPU only: all heads share the one vector "
-                "that a token keeps, and vectors cannot be divided over GPUs yet"
-            )
+        case LatentAttention():
+            return DividedLatent(mixer, Heads.divided(mixer.heads, 1, ranks))
         case Attention():
             return DividedAttention(mixer, Heads.divided(mixer.heads, mixer.kv_heads, ranks))
         case DeltaNet():
             heads = Heads.divided(mixer.value_heads, mixer.key_heads, ranks)
             return DividedDeltaNet(mixer, heads)
         case Mamba2():
-            if mixer.key_heads < ranks:
-                # Of a group there is one norm, which would need its sums over ranks.
+            if 1 < mixer.key_heads < ranks:
                 raise UsageError(
-                    f"Mamba-2 layers do not spread over {ranks} GPUs: groups of heads stay whole, "
-                    f"and there are {mixer.key_heads}"
+                    f"Mamba-2 layers with {mixer.key_heads} groups of heads do not spread over "
+                    f"{ranks} GPUs"
                 )
             heads = Heads.divided(mixer.value_heads, mixer.key_heads, ranks)
             return DividedMamba2(mixer, heads)
@@ -232,16 +278,6 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
             if mixer.bias and ranks > 1:
                 raise UsageError(f"convolutions with a bias do not spread over {ranks} GPUs")
             return DividedShortConv(mixer, Heads.divided(mixer.channels, mixer.channels, ranks))
-
-
-def check_divides(mlp: MLP, ranks: int) -> None:
-    """Raise UsageError for an MLP that ranks cannot share: norms of its parts would need their sums
-    over ranks, or all would add its biases.
-    """
-    if ranks > 1 and isinstance(mlp, ExpertsBeside):
-        raise UsageError(f"experts beside a dense MLP (Gemma 4) do not spread over {ranks} GPUs")
-    if ranks > 1 and isinstance(mlp, Experts) and mlp.biases:
-        raise UsageError(f"experts with biases (gpt-oss) do not spread over {ranks} GPUs")
 
 
 def mlp_share(mlp: MLP, columns: Callable[[int], range]) -> MLP:
@@ -257,14 +293,17 @@ def mlp_share(mlp: MLP, columns: Callable[[int], range]) -> MLP:
     return own
 
 
-def mlp_windows(mlp: MLP, part: str, columns: Callable[[int], range]) -> list[Window]:
-    """Return the window of each piece of a tensor of an MLP that a rank has. See `mlp_share`."""
+def mlp_windows(mlp: MLP, part: str, columns: Callable[[int], range], pieces: int) -> list[Window]:
+    """Return the window that a rank has of each of the pieces of a tensor of an MLP. See
+    `mlp_share`.
+    """
     if isinstance(mlp, Experts):
         own = columns(mlp.width)
         if part == "experts_gate_up":
-            return [Window(own)] * (mlp.activation.projections * mlp.count)
-        if part == "experts_down":
-            return [Window(None, own)] * mlp.count
+            # One piece may have the gate and the up projection of an expert.
+            return [Window(own, None, mlp.activation.projections * mlp.count // pieces)] * pieces
+        if part in ("experts_down", "experts_gate_bias", "experts_up_bias"):
+            return [Window(None, own)] * pieces
     dense = mlp.shared if isinstance(mlp, Experts) else mlp.width
     if part == "gate_up":
         return [Window(columns(dense))] * mlp.activation.projections

@@ -10,7 +10,6 @@ from triforce_core.model.layers import LayerSpec, Mixer
 from triforce_core.model.sharing.divided import (
     Heads,
     Window,
-    check_divides,
     divided,
     mlp_share,
     mlp_windows,
@@ -57,7 +56,6 @@ class Share:
             )
         for spec in config.distinct_layers:
             divided(spec.mixer, ranks)
-            check_divides(spec.mlp, ranks)
         narrowest = min(spec.mlp.width for spec in config.distinct_layers if spec.mlp.width)
         if min(narrowest, config.vocab) < ranks:
             raise UsageError(
@@ -108,10 +106,11 @@ class Share:
         sizes = [len(kv) for kv in self.heads(self.whole.attention).keys[first : first + here]]
         return sizes[local] / sum(sizes)
 
-    def windows(self, name: str) -> list[Window]:
+    def windows(self, name: str, pieces: int) -> list[Window]:
         """Return the window of each piece of a tensor that is in the share.
 
         name: `embedding`, `head` or `layers.N.PART`
+        pieces: number of pieces
         """
         *layer, part = name.split(".")
         rank = self.rank
@@ -119,8 +118,8 @@ class Share:
             return [Window(self.vocab[rank])] if part in ("embedding", "head") else [Window()]
         spec = self.whole.layers[int(layer[1])]
         if part in spec.mlp.shapes(self.whole.hidden):
-            return mlp_windows(spec.mlp, part, self.columns)
-        return divided(spec.mixer, self.ranks).windows(part, rank)
+            return mlp_windows(spec.mlp, part, self.columns, pieces)
+        return divided(spec.mixer, self.ranks).windows(part, rank, pieces)
 
     def pieces(self, pieces: Pieces) -> Pieces:
         """Return the share's part of a model's pieces. If its columns would cut blocks in two, the
@@ -131,14 +130,12 @@ class Share:
             return pieces
 
         def shared(name: str) -> list[tuple[int, BlockType | None]]:
-            found = []
-            for (rows, kind), window in zip(pieces(name), self.windows(name), strict=True):
-                if window.rows is not None:
-                    rows = len(window.rows)
+            found, whole = [], pieces(name)
+            for (rows, kind), window in zip(whole, self.windows(name, len(whole)), strict=True):
                 if kind and window.columns is not None and not _whole_blocks(window.columns, kind):
                     kind = None
-                found.append((rows, kind))
-            return found
+                found.append((window.height(rows), kind))
+            return [(rows, kind) for rows, kind in found if rows]
 
         return shared
 

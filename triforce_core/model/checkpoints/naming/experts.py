@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from triforce_core.model.checkpoints.naming.pieces import (
     Piece,
+    alternating,
     even_columns,
     odd_columns,
     pieces_of,
@@ -154,8 +155,7 @@ def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, li
         for name, first in _first_rows(stored, width, count)
     ]
     if names.alternating:
-        order = (*range(0, 2 * width, 2), *range(1, 2 * width, 2))
-        whole = Piece(names.gate_up[0], 2 * width, order)
+        whole = Piece(names.gate_up[0], 2 * width, alternating(width, 2))
         gate_up = [_of_expert(whole.name, expert, 2 * width, whole) for expert in experts]
     biases = [Piece(name, mlp.count) for name in names.gate_up_bias]
     if len(biases) == 1:

@@ -63,11 +63,15 @@ class Piece:
 
     def within(self, window: Window) -> Piece:
         """Return the part of the piece in a window, which covers whole heads."""
-        rows = self.rows if window.rows is None else len(window.rows)
-        first = 0 if window.rows is None else window.rows.start
+        rows = window.height(self.rows)
+        first = 0 if window.rows is None else window.matrices * window.rows.start
         columns, (row, column) = window.columns, self.corner
         part = replace(self, rows=rows)
-        if isinstance(columns, tuple):
+        if window.matrices > 1:
+            part = replace(part, order=alternating(rows // window.matrices, window.matrices))
+        if isinstance(columns, range) and self.change:
+            part = replace(part, change=_cut_after(self.change, columns))
+        elif isinstance(columns, tuple):
             part = replace(part, column_ranges=columns)
         elif columns is not None:
             column += columns.start
@@ -75,6 +79,24 @@ class Piece:
             ranges = _cut(self.ranges, first, rows)
             return replace(part, corner=Corner(row, column), ranges=ranges)
         return replace(part, corner=Corner(row + first, column))
+
+
+def windowed(pieces: Sequence[Piece], windows: Sequence[Window]) -> list[Piece]:
+    """Return the parts of pieces in their windows, without empty ones."""
+    parts = (piece.within(window) for piece, window in zip(pieces, windows, strict=True))
+    return [part for part in parts if part.rows]
+
+
+def alternating(rows: int, matrices: int) -> tuple[int, ...]:
+    """Return the order of the rows of matrices of `rows` rows each, which alternate in files: those
+    of the first matrix come first.
+    """
+    return tuple(i for first in range(matrices) for i in range(first, rows * matrices, matrices))
+
+
+def _cut_after(change: Change, columns: range) -> Change:
+    """Return a change of all columns, of which some are left afterwards."""
+    return lambda numbers: change(numbers)[:, columns.start : columns.stop]
 
 
 def _cut(ranges: Sequence[range], first: int, rows: int) -> tuple[range, ...]:
