@@ -59,12 +59,12 @@ class CannotSplitError(CheckpointError):
     """Matrices have more numbers far below others than the split format has room for.
 
     path: path of the model
-    names: names of the matrices
+    names: names of the matrices; empty if they are of another rank's share
     """
 
     def __init__(self, path: object, names: Collection[str]) -> None:
         self.path, self.names = path, frozenset(names)
-        first, *others = sorted(self.names)
+        first, *others = sorted(self.names) or ("another GPU's share",)
         and_others = f" and {len(others)} other matrices" if others else ""
         super().__init__(
             f"{path}: more numbers of {first}{and_others} are far below the greatest beside them "

@@ -35,8 +35,8 @@ class Ranks(Protocol):
     local: int
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
-        """Wait for all ranks, which compute together from then on. own_device: whether no other
-        rank computes on this rank's device. Raises RankError.
+        """Wait for all ranks, which compute together from then on; later calls do nothing.
+        own_device: whether no other rank computes on this rank's device. Raises RankError.
         """
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:

@@ -46,11 +46,11 @@ def turns(items: Iterable[T], index: int, count: int) -> list[T]:
     return [every[(index * count + i) % len(every)] for i in range(count)]
 
 
-def placed(placement: str, options: dict[str, object]) -> dict[str, object]:
-    """Options of an engine with a placement. Where weights stream and nothing stands in for them
-    no budget may be asked for.
+def placed(placement: str | Placement, options: dict[str, object]) -> dict[str, object]:
+    """Options of an engine with a placement, by its name or itself. Where weights stream and
+    nothing stands in for them no budget may be asked for.
     """
-    where = PLACEMENTS[placement]
+    where = placement if isinstance(placement, Placement) else PLACEMENTS[placement]
     drafts = where.can_draft and options.get("weights") != "stored"
     dropped = ("budget",) if where.streamed_layers and not drafts else ()
     return {k: v for k, v in options.items() if k not in dropped} | {"placement": where}

@@ -22,6 +22,7 @@ from triforce_core.parallel.message import packed, unpacked
 from triforce_core.parallel.serving import serve
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import CheckpointError
+from triforce_offload.plan.placement import Placement
 from triforce_offload.ranks import Call, Silent
 
 PATIENCE = 60.0
@@ -174,7 +175,9 @@ class ThreadLeader(_Rank):
         self._meeting.abort()
 
 
-def engine(path: Path, gpus: int, placement: str = "resident", **options: object) -> Engine:
+def engine(
+    path: Path, gpus: int, placement: str | Placement = "resident", **options: object
+) -> Engine:
     """With the ranks that a test has, threads or processes."""
     return Engine.from_pretrained(
         path,

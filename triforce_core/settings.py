@@ -319,8 +319,6 @@ class EngineConfig:
             raise UsageError(f"sequences must be 1 to {MOST_SEQUENCES}, got {self.sequences!r}")
         if self.sequences > 1 and self.machine.gpus > 1:
             raise UsageError("several sequences at once are not possible on several GPUs yet")
-        if self.uses_processor and self.machine.gpus > 1:
-            raise UsageError("host_compute is not possible on several GPUs yet")
         self.method.check_weights(self.weights)
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))

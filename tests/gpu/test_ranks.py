@@ -23,8 +23,9 @@ DEVICES = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("family", "placement"),
-    [("llama", "both"), ("qwen3", "resident"), ("llama", "kv"), ("llama-mqa", "int4")][
-        : 4 if REAL else 2
+    [
+        *(("llama", "both"), ("qwen3", "resident"), ("gpt-oss-moe", "processor")),
+        *((("llama", "kv"), ("llama-mqa", "int4")) if REAL else ()),
     ],
 )
 def test_two_ranks_say_what_one_says(tiny, family: str, placement: str, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -120,6 +121,18 @@ def rates(
     return known(device_name(device), dtype.itemsize, link_bytes_per_second)
 
 
+def agreed_rates(hardware: Hardware | None, ranks: Ranks) -> Hardware | None:
+    """Return the rates of one of several GPUs of the same kind, given this rank's: that of the
+    slowest link, and None if one GPU is of no known kind. Raises RankError.
+    """
+    if ranks.count == 1:
+        return hardware
+    rate = ranks.least(0 if hardware is None else int(hardware.link_bytes_per_second))
+    if not rate:
+        return None
+    return replace(hardware, gpus=ranks.count, link_bytes_per_second=float(rate))
+
+
 def check_processor() -> None:
     """Raise UsageError if kernels were asked for that a processor cannot run."""
     try:
@@ -128,11 +141,11 @@ def check_processor() -> None:
         raise UsageError(f"the CPU cannot compute parts of passes: {error}") from error
 
 
-def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:
+def set_threads(machine: MachineSettings, ranks: Ranks) -> None:
     """Set the number of threads that compute on the CPU, for the whole process."""
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)
-    elif ranks.count > 1 and device.type == "cpu":
+    elif ranks.count > 1:
         # Divide the processors, so that threads of different ranks do not compete for them.
         torch.set_num_threads(max(1, _threads() // ranks.here))
     limit_busy_waiting()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.decoding.contexts.models import Models, SmallModel
@@ -24,6 +25,7 @@ from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.levels import small_model_shape, window_tokens
 from triforce_core.settings import INT8
 from triforce_offload.checkpoint.layer_cache import LayerCache
+from triforce_offload.errors import CannotSplitError
 from triforce_offload.files import cache_directory
 from triforce_offload.graphs import CudaRecorder, Recorder
 from triforce_offload.link.link import Link
@@ -41,6 +43,15 @@ from triforce_offload.weights.store import WeightStore
 # Called with the name of a phase, the steps done and the number of steps. Calls come from one
 # thread at a time, but not always from the same thread.
 Progress = Callable[[str, int, int], None]
+
+
+class _Loaded(NamedTuple):
+    """Parts of `Models`."""
+
+    target: Model
+    small: SmallModel | None
+    draft_copies: DraftCopies | None
+    runtime: Runtime
 
 
 @dataclass(frozen=True)
@@ -66,30 +77,22 @@ class Execution:
     def models(self, link: Link, tracer: Tracer) -> Models:
         """Load the models.
 
-        Raises DoesNotFitError, CheckpointError, CannotSplitError, LinkError, RankError or
-        UsageError.
+        Raises DoesNotFitError, CheckpointError, CannotSplitError (on all ranks, if one rank has a
+        matrix that cannot be split), LinkError, RankError or UsageError.
         """
-        resolved, memory, stack = self.resolved, self.memory, self.resources
+        resolved, memory, sizes = self.resolved, self.memory, self.resolved.sizes
         if resolved.memory.placement.uses_processor:
             check_processor()
-        sizes, plan, config = resolved.sizes, resolved.memory, self.checkpoint.config
-        layouts, graphs = sizes.weights, self._records_graphs()
-        with memory.typed_errors(), memory.current():
-            factors = self.checkpoint.rope_factors()
-            rope = Rope(config, memory.device, factors, sizes.max_context)
-            recorder: Recorder | None = CudaRecorder(memory.device) if graphs else None
-            target = Model(
-                *(config, self._target_ends(), rope, memory.device, self.ranks),
-                same_bits=sizes.same_bits,
-            )
-            small = self._small_model(target)
-            draft_copies = self._draft_copies()
-            source = LayerSource(self.checkpoint, memory, draft_copies, self._report())
-            runtime = Runtime(
-                memory, self.host, link, plan, layouts.layers, source.fill, tracer, source.loaded
-            )
-        stack.callback(runtime.close)
-        source.end()
+        graphs = self._records_graphs()
+        recorder: Recorder | None = CudaRecorder(memory.device) if graphs else None
+        try:
+            loaded = self._loaded(link, tracer)
+        except CannotSplitError:
+            self.ranks.least(0)
+            raise
+        if not self.ranks.least(1):
+            raise CannotSplitError("the model", ())
+        target, small, draft_copies, runtime = loaded
         method = sizes.method
         models = Models(
             target,
@@ -100,7 +103,7 @@ class Execution:
             small,
             draft_copies,
             recorder,
-            stack.pop_all(),
+            self.resources.pop_all(),
             weights=resolved.weights,
             same_bits=sizes.same_bits,
             records_passes=self._records_passes(target, recorder),
@@ -110,6 +113,27 @@ class Execution:
             fill_copies(models, self.progress)
             undo.pop_all()
         return models
+
+    def _loaded(self, link: Link, tracer: Tracer) -> _Loaded:
+        """Read all weights. Ranks do not wait for one another meanwhile."""
+        sizes, memory, config = self.resolved.sizes, self.memory, self.checkpoint.config
+        plan, layouts = self.resolved.memory, sizes.weights
+        with memory.typed_errors(), memory.current():
+            factors = self.checkpoint.rope_factors()
+            rope = Rope(config, memory.device, factors, sizes.max_context)
+            target = Model(
+                *(config, self._target_ends(), rope, memory.device, self.ranks),
+                same_bits=sizes.same_bits,
+            )
+            small = self._small_model(target)
+            draft_copies = self._draft_copies()
+            source = LayerSource(self.checkpoint, memory, draft_copies, self._report())
+            runtime = Runtime(
+                memory, self.host, link, plan, layouts.layers, source.fill, tracer, source.loaded
+            )
+        self.resources.callback(runtime.close)
+        source.end()
+        return _Loaded(target, small, draft_copies, runtime)
 
     def _parts(self) -> tuple[KVParts, tuple[StoreParts, ...]]:
         """Return the heads of each rank in full-attention layers, and in each recent store."""

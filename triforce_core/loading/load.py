@@ -14,6 +14,7 @@ import torch
 from triforce_core.decoding.contexts.models import Models
 from triforce_core.loading.devices import (
     TORCH_DTYPES,
+    agreed_rates,
     describe,
     open_link,
     rank_device,
@@ -26,9 +27,10 @@ from triforce_core.model.checkpoints.eagle3 import Eagle3Checkpoint
 from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Share, mlp_unit
+from triforce_core.plan.by_time import Whole
 from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.formats import element_type, storable_pieces, with_asked_formats
-from triforce_core.plan.machine import Room
+from triforce_core.plan.machine import Agreed, Room
 from triforce_core.plan.resolve import resolve
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MTP, EngineConfig
@@ -73,18 +75,22 @@ def load(
             drafter = None
             _say_that_it_is_left_out()
         except CannotSplitError as error:
-            # Several ranks would have to start over together.
-            if ranks.count > 1:
-                raise
+            # All ranks start over together.
             unsplit |= error.names
-            which, count = min(unsplit), len(unsplit)
-            kept = f"{count} matrices are not split, {which} among them"
-            warnings.warn(
-                f"{kept if count > 1 else f'{which} is not split'}, with more numbers far below "
-                "others than the split format has room for; the model is read once more",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _say_what_is_not_split(unsplit)
+
+
+def _say_what_is_not_split(names: frozenset[str]) -> None:
+    """names: of matrices; empty if they are other ranks'"""
+    kept = f"{len(names)} matrices are not split, {min(names, default='')} among them"
+    if len(names) < 2:
+        kept = f"{min(names, default='a matrix of another GPU')} is not split"
+    warnings.warn(
+        f"{kept}, with more numbers far below others than the split format has room for; the model "
+        "is read once more",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _load(
@@ -99,8 +105,8 @@ def _load(
     """`load` once. Raises CannotSplitError for matrices that must be added to `unsplit`."""
     machine = config.machine
     device, own_device = rank_device(machine, ranks)
-    set_threads(machine, device, ranks)
-    share = _share(checkpoint, ranks)
+    set_threads(machine, ranks)
+    share, whole, with_head = _share(checkpoint, ranks), checkpoint, drafter
     if share is not None:
         checkpoint = checkpoint.shared(share)
         if isinstance(drafter, MtpHead):
@@ -126,14 +132,17 @@ def _load(
 
         memory = DeviceMemory(device, limit, asked(drafter).stored_bytes)
         stack.callback(memory.close)
-        hardware = rates(device, dtype, link.bandwidth)
+        hardware = agreed_rates(rates(device, dtype, link.bandwidth), ranks)
 
-        def resolved(drafter: ReadableDrafter | None, agreed: Callable[[int], int]) -> Resolved:
-            available = replace(room, device_bytes=memory.available_bytes)
+        def resolved(drafter: ReadableDrafter | None, agreed: Agreed) -> Resolved:
+            available, model = replace(room, device_bytes=memory.available_bytes), None
+            if share is not None:
+                of_whole = _of_drafter(sizes, drafter and with_head).drafter
+                model = Whole(whole.config, of_whole, storable_pieces(whole.pieces, sizes))
             return resolve(
                 *(asked(drafter), config, available, pieces, unsplit),
                 hardware=hardware,
-                alone=ranks.count == 1,
+                whole=model,
                 agreed=agreed,
             )
 
@@ -150,7 +159,7 @@ def _load(
 
 
 def _with_drafter(
-    resolved: Callable[[ReadableDrafter | None, Callable[[int], int]], Resolved],
+    resolved: Callable[[ReadableDrafter | None, Agreed], Resolved],
     drafter: ReadableDrafter | None,
     config: EngineConfig,
     ranks: Ranks,
@@ -162,14 +171,15 @@ def _with_drafter(
     resolved: returns the plan with a drafter, given what agrees on a budget
     Raises UsageError or DoesNotFitError.
     """
+    chosen = None
     if ranks.count > 1 and _may_leave_out(drafter, config):
-        if (chosen := _if_all_fit(partial(resolved, drafter), ranks)) is not None:
-            return chosen, drafter
-        drafter = None
-        if not ranks.index:
-            _say_that_it_is_left_out()
-    chosen = resolved(drafter, ranks.least)
-    if ranks.count == 1 and _may_leave_out(drafter, config) and chosen.seconds_per_token:
+        chosen = _if_all_fit(partial(resolved, drafter), ranks)
+        if chosen is None:
+            drafter = None
+            if not ranks.index:
+                _say_that_it_is_left_out()
+    chosen = chosen or resolved(drafter, ranks.least)
+    if _may_leave_out(drafter, config) and chosen.seconds_per_token:
         # Its memory may be worth more than its drafts.
         without = resolved(None, ranks.least)
         if (without.seconds_per_token or inf) < chosen.seconds_per_token:
@@ -193,31 +203,26 @@ class _NoRoomElsewhereError(Exception):
     """Another rank has no room for its share."""
 
 
-def _if_all_fit(
-    resolved: Callable[[Callable[[int], int]], Resolved], ranks: Ranks
-) -> Resolved | None:
-    """Return what `resolved` does, given what agrees on a budget; None on all ranks if one of them
+def _if_all_fit(resolved: Callable[[Agreed], Resolved], ranks: Ranks) -> Resolved | None:
+    """Return what `resolved` does, given what agrees on a number; None on all ranks if one of them
     has no room.
     """
-    agrees = False
 
-    def agreed(budget: int) -> int:
-        nonlocal agrees
-        agrees, least = True, ranks.least(budget)
-        if least < 0:
+    def agreed(number: int) -> int:
+        if (least := ranks.least(number)) < 0:
             raise _NoRoomElsewhereError
         return least
 
     try:
-        return resolved(agreed)
+        found = resolved(agreed)
+        agreed(0)
     except _NoRoomElsewhereError:
         return None
     except DoesNotFitError:
-        if agrees:
-            raise
-        # The others ask for the least budget now, and learn that there is none.
+        # Whatever the others agree on next, they learn that one has no room.
         ranks.least(-1)
         return None
+    return found
 
 
 def _head(checkpoint: Readable, config: EngineConfig) -> ReadableHead | None:

@@ -27,7 +27,7 @@ class Collectives:
     """The collectives of one rank.
 
     They use NCCL if each rank has a GPU of its own, else gloo; ranks that share a GPU go through
-    host memory.
+    host memory. What the processor computes goes through the GPUs where NCCL is used.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Collectives:
         self._rank, self._ranks = rank, ranks
         self._aborted = threading.Event()
         self._aborting = threading.Lock()
+        self._device = device
         self._nccl = nccl = device.type == "cuda" and own_device
         if nccl:
             # `abort` ends a hung call; torch's own handling would end the process.
@@ -99,6 +100,10 @@ class Collectives:
             dist.destroy_process_group()
 
     def _on_host(self, tensor: torch.Tensor, run: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        if self._nccl and tensor.device.type == "cpu":
+            there = tensor.to(self._device)
+            run(there)
+            return tensor.copy_(come(there).cpu())
         if not self._through_host:
             run(tensor)
             return tensor

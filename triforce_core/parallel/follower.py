@@ -114,6 +114,8 @@ class Follower(Silent):
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
         """See Ranks.meet."""
+        if self._collectives is not None:
+            return
         self._device = device
         with _noticed():
             self._collectives = Collectives(

@@ -140,6 +140,8 @@ class Leader:
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
         """See Ranks.meet."""
+        if self._collectives is not None:
+            return
         with _on_this_machine() if self._processes else nullcontext(), self._guarded():
             self._collectives = Collectives(
                 self._store, 0, self.count, device, own_device=own_device

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
+from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.params import SamplingParams
 from triforce_core.plan.formats import SPLITS, may_split_weights, split_weights
-from triforce_core.plan.machine import Room
+from triforce_core.plan.machine import Agreed, Room
 from triforce_core.plan.simulation.acceptance_curve import (
     HEAD_ACCEPTANCE,
     MODEL_ACCEPTANCE,
@@ -19,7 +21,7 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, LEAST_BUDGET, EngineConfig
-from triforce_offload.machine.processor import measure_processor
+from triforce_offload.machine.processor import ProcessorRates, measure_processor
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
 from triforce_offload.plan.placing import for_processor
@@ -27,6 +29,18 @@ from triforce_offload.weights.formats import DTYPES, dtype_name
 
 # Layers in files are read at this rate, where nobody measured the disk.
 _DISK_BYTES_PER_SECOND = 3e9
+
+
+class Whole(NamedTuple):
+    """A model of which one rank may have a share.
+
+    drafter: config of the draft model or head, None for n-grams
+    pieces: pieces of its quantised matrices
+    """
+
+    config: ModelConfig
+    drafter: ModelConfig | None
+    pieces: Pieces
 
 
 def decides(config: EngineConfig, sizes: ModelSizes) -> bool:
@@ -41,23 +55,32 @@ def decides(config: EngineConfig, sizes: ModelSizes) -> bool:
 
 
 def fastest(
-    sizes: ModelSizes, config: EngineConfig, room: Room, pieces: Pieces, hardware: Hardware
+    sizes: ModelSizes,
+    config: EngineConfig,
+    room: Room,
+    model: Whole,
+    hardware: Hardware,
+    agreed: Agreed,
 ) -> Candidate:
     """Return the plan with the least simulated seconds per token, as `triforce plan` does. The
     processor is measured if it may compute layers.
 
-    sizes: in the formats that were asked for. Raises UsageError or DoesNotFitError.
+    sizes: of this rank, in the formats that were asked for
+    room, hardware: the same on all ranks
+    Raises UsageError or DoesNotFitError.
     """
-    case = _case(sizes, config, room, pieces, hardware)
+    case = _case(sizes, config, room, model, hardware)
     if config.host_compute in (AUTO, 0):
         best = choose(replace(case, host_compute=0.0))
         # Rows that the processor computed would have other bits.
         may = config.host_compute == AUTO and not sizes.same_bits
         away = for_processor(best.memory) or best.memory.kv.away
-        if not (may and away and measure_processor()):
+        if not (may and away):
             return best
-    # Without kernels, seconds do not decide where a share is asked for (`decides`).
-    rates = measure_processor()
+    rates = _measured(hardware.gpus, agreed)
+    if rates is None:
+        # Where a share is asked for there are kernels (`decides`).
+        return best
     hardware = replace(
         case.hardware,
         processor_bytes_per_second=rates.bytes_per_second,
@@ -66,14 +89,23 @@ def fastest(
     return choose(replace(case, hardware=hardware))
 
 
+def _measured(gpus: int, agreed: Agreed) -> ProcessorRates | None:
+    """Return the rates of the processor for all ranks together, None without kernels. Ranks measure
+    at the same time, as they compute.
+    """
+    agreed(0)
+    least = [agreed(int(rate)) for rate in measure_processor() or (0, 0)]
+    return ProcessorRates(*(gpus * rate for rate in least)) if all(least) else None
+
+
 def _case(
-    sizes: ModelSizes, config: EngineConfig, room: Room, pieces: Pieces, hardware: Hardware
+    sizes: ModelSizes, config: EngineConfig, room: Room, model: Whole, hardware: Hardware
 ) -> Case:
     """Return the input of the planner for an engine."""
     method, context = sizes.method, sizes.max_context
     curve = AcceptanceCurve()
-    if sizes.drafter:
-        head = sizes.drafter.layers[0].joins
+    if model.drafter:
+        head = model.drafter.layers[0].joins
         curve = replace(curve, inner=HEAD_ACCEPTANCE if head else MODEL_ACCEPTANCE)
     quantised = bool(sizes.weights.block_types)
     fixed: dict[str, object] = {"method": method.method} if method.method != "triforce" else {}
@@ -84,15 +116,15 @@ def _case(
         fixed["block_tokens"] = config.block_tokens
     auto = {"weights": may_split_weights(sizes, config), "kv": config.kv == AUTO}
     return Case(
-        sizes.config,
+        model.config,
         _within(hardware, room),
         context,
         max(1, min(SamplingParams.max_new_tokens, context - 1)),
         DTYPES[dtype_name(sizes.dtype)],
         curve,
         str(method.draft),
-        sizes.drafter,
-        pieces if quantised else None,
+        model.drafter,
+        model.pieces if quantised else None,
         split=config.weights if config.weights in SPLITS else None,
         split_kv=sizes.kv_split,
         auto=frozenset(name for name, free in auto.items() if free),
@@ -103,13 +135,17 @@ def _case(
     )
 
 
-def with_choice(sizes: ModelSizes, best: Candidate, unsplit: Collection[str]) -> ModelSizes:
+def with_choice(
+    sizes: ModelSizes, best: Candidate, pieces: Pieces, unsplit: Collection[str]
+) -> ModelSizes:
     """Return the sizes in the formats of a plan, with its retrieval cache and its draft copies in
     as many bits.
+
+    pieces: of this rank's quantised matrices
     """
     layouts = sizes.layouts
     if best.case.split and not sizes.weights.split:
-        which, pieces = best.case.split, best.case.pieces
+        which, pieces = best.case.split, best.case.pieces and pieces
         layouts = split_weights(which, sizes.config, sizes.dtype, unsplit, pieces)
     chosen = best.plan.method
     method = replace(sizes.method, draft_kv=chosen.draft_kv, copy_bits=chosen.copy_bits)
@@ -128,8 +164,8 @@ def budgets_below(budget: int) -> Iterator[int]:
 def _within(hardware: Hardware, room: Room) -> Hardware:
     """Return the hardware with as much memory as there is here."""
     host = room.host_bytes
-    if host is not None and room.host_limit is not None:
-        host = min(host, room.host_limit)
+    if host is not None:
+        host = hardware.gpus * min(host, host if room.host_limit is None else room.host_limit)
     return replace(
         hardware,
         memory_bytes=room.device_bytes + LIBRARY_BYTES,

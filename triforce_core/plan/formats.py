@@ -163,8 +163,6 @@ def with_split_unasked(
     config: EngineConfig,
     device_bytes: int,
     unsplit: Collection[str] = (),
-    *,
-    alone: bool = True,
 ) -> ModelSizes:
     """Return the sizes with "auto" weights and KV split if something would stream otherwise.
 
@@ -172,15 +170,13 @@ def with_split_unasked(
     on a GPU with Triton's kernels.
 
     sizes: sizes in the formats that the config asks for
-    alone: whether one rank has the whole model. If ranks share it, weights are split only on
-        request, because a matrix that cannot be split raises an error
     """
     # On a CPU, decoding a block takes longer than copying a dense one.
     kernels = sizes.device.gpu and sizes.device.kernels
     bfloat16 = dtype_name(sizes.dtype) == "bfloat16"
     if not kernels or not bfloat16 or not _streams(sizes, config, device_bytes):
         return sizes
-    if alone and may_split_weights(sizes, config) and not sizes.weights.decoded_numbers:
+    if may_split_weights(sizes, config) and not sizes.weights.decoded_numbers:
         sizes = replace(sizes, layouts=split_weights(SPLIT, sizes.config, sizes.dtype, unsplit))
     if config.kv == AUTO and _lets_kv_stream(sizes, config, device_bytes):
         sizes = replace(sizes, kv_split=True)

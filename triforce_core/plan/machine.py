@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triforce_kernels.limits import HOST_PARTS, MOST_SPLITS
 from triforce_kernels.weights.block_types import BlockType
@@ -45,6 +45,10 @@ class Device:
         return MOST_SPLITS if self.kernels else 1
 
 
+# Returns the least number that any rank has, given this rank's.
+Agreed = Callable[[int], int]
+
+
 @dataclass(frozen=True)
 class Room:
     """Memory that a plan may take on each of `gpus` equal devices, in bytes.
@@ -62,6 +66,15 @@ class Room:
     emulated: bool = False
     reads_files: bool = False
     gpus: int = 1
+
+    def agreed(self, agreed: Agreed) -> Room:
+        """Return the memory that every rank has."""
+
+        def least(nbytes: int | None) -> int | None:
+            return None if nbytes is None else agreed(nbytes)
+
+        device, host, limit = map(least, (self.device_bytes, self.host_bytes, self.host_limit))
+        return replace(self, device_bytes=device, host_bytes=host, host_limit=limit)
 
     def with_files(self, plan: MemoryPlan) -> MemoryPlan:
         """Return the plan with layers left in their files if the host has no room for them.

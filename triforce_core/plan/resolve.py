@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan import by_time
+from triforce_core.plan.by_time import Whole
 from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, with_what_fits
 from triforce_core.plan.formats import with_split_unasked
-from triforce_core.plan.machine import Room
+from triforce_core.plan.machine import Agreed, Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, EngineConfig
 from triforce_offload.errors import DoesNotFitError, UsageError
@@ -25,22 +26,25 @@ def resolve(
     unsplit: Collection[str] = (),
     *,
     hardware: Hardware | None = None,
-    alone: bool = True,
-    agreed: Callable[[int], int] = lambda budget: budget,
+    whole: Whole | None = None,
+    agreed: Agreed = lambda number: number,
 ) -> Resolved:
     """Choose what the settings leave open, within the available memory.
 
     sizes: sizes in the formats that the settings ask for (`formats.with_asked_formats`)
     pieces: of quantised matrices. unsplit: matrices that cannot be split
-    hardware: rates of the device; None if they are not known: a rule by bytes decides then
-    alone: whether one rank has the whole model
-    agreed: returns the least budget that any rank has room for, given this rank's
+    hardware: rates of the device, the same on all ranks; None if they are not known: a rule by
+        bytes decides then
+    whole: the model of which this rank has a share; None if it has the whole model
+    agreed: returns the least number that any rank has, given this rank's
 
     Raises UsageError, or DoesNotFitError, which says what would fit.
     """
     resolved = None
-    if alone and hardware is not None and by_time.decides(config, sizes):
-        resolved = _by_time(sizes, config, room, pieces, unsplit, hardware)
+    if hardware is not None and by_time.decides(config, sizes):
+        model = whole or Whole(sizes.config, sizes.drafter, pieces)
+        resolved = _by_time(sizes, config, room, pieces, model, unsplit, hardware, agreed)
+    alone = whole is None
     return resolved or _by_rule(sizes, config, room, unsplit, alone=alone, agreed=agreed)
 
 
@@ -49,16 +53,20 @@ def _by_time(
     config: EngineConfig,
     room: Room,
     pieces: Pieces,
+    model: Whole,
     unsplit: Collection[str],
     hardware: Hardware,
+    agreed: Agreed,
 ) -> Resolved | None:
-    """Return what `triforce plan` chooses, None if the engine has no room for it."""
+    """Return what `triforce plan` chooses, None if the engine has no room for it. All ranks come to
+    the same end, since they choose from the same numbers.
+    """
     try:
-        best = by_time.fastest(sizes, config, room, pieces, hardware)
+        best = by_time.fastest(sizes, config, room.agreed(agreed), model, hardware, agreed)
     except DoesNotFitError:
         return None
     shares = ProcessorShares.of(best.memory)
-    chosen = by_time.with_choice(sizes, best, unsplit)
+    chosen = by_time.with_choice(sizes, best, pieces, unsplit)
     if not best.plan.budget:
         budgets: Iterable[int] = (0,)
     elif sizes.method.budget is not None:
@@ -67,12 +75,14 @@ def _by_time(
         budgets = by_time.budgets_below(best.plan.budget)
     for budget in budgets:
         method = replace(chosen.method, budget=budget) if budget else chosen.method
-        try:
+        fitted = None
+        with suppress(DoesNotFitError):
             fitted = placed(replace(chosen, method=method), config, room, budget, shares)
-        except DoesNotFitError:
+        if not agreed(int(fitted is not None)):
             continue
-        if fitted.memory.weights_file_bytes and chosen.weights.split and not sizes.weights.split:
-            # Layers that passes read from files would be split in each pass.
+        # Layers that passes read from files would be split in each pass.
+        splits = chosen.weights.split and not sizes.weights.split
+        if not agreed(int(not (splits and fitted.memory.weights_file_bytes))):
             return None
         return replace(fitted, sizes=chosen, seconds_per_token=best.seconds_per_token)
     return None
@@ -85,10 +95,10 @@ def _by_rule(
     unsplit: Collection[str],
     *,
     alone: bool,
-    agreed: Callable[[int], int],
+    agreed: Agreed,
 ) -> Resolved:
     asked, fitting = sizes, _fitting_smaller_copies_too if alone else _fitting
-    sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit, alone=alone)
+    sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit)
     fitted = fitting(sizes, config, room)
     if fitted.memory.weights_file_bytes and sizes is not asked:
         # Layers in files would have to be split again in every pass, so do not split weights.

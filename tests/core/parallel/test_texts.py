@@ -4,7 +4,7 @@ process (`thread_ranks`); `test_processes` has what only processes can show.
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import product
 
@@ -14,7 +14,6 @@ import torch
 from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import PLACEMENTS, make_model, random_ids
-from mxfp4_files import to_mxfp4
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
 
@@ -117,7 +116,7 @@ def test_heads_that_do_not_divide(tmp_path, leaders, ranks: int) -> None:
 
 
 @pytest.mark.one_in(6)
-@pytest.mark.parametrize("placement", [each for each in PLACEMENTS if each != "processor"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_wherever_weights_and_kv_live(tiny, leaders, placement: str) -> None:
     path, model = tiny("llama")
     prompt = random_ids(PROMPT)
@@ -171,6 +170,31 @@ def test_quantised_weights(tmp_path, leaders, kind: str, weights: str) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.first
+@pytest.mark.parametrize("placement", ["resident", "weights-one-slot"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_matrix_that_one_rank_cannot_split_is_dense_there(
+    tmp_path, leaders, rank: int, placement: str
+) -> None:
+    """All ranks start over, and what they say is what they say with dense weights."""
+    model = make_model("llama", tmp_path)
+    own = slice(0, 64) if rank == 0 else slice(64, 96)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[:, own][:, ::2] = 1e-20
+    model.save_pretrained(tmp_path)
+    options, texts, prompt = {"dtype": "bfloat16", **METHODS["speculative"]}, [], random_ids(PROMPT)
+    for weights in ("dense", "split"):
+        warns = pytest.warns(RuntimeWarning, match="is not split") if weights == "split" else None
+        with (
+            warns or nullcontext(),
+            engine(tmp_path, 2, placement, weights=weights, **options) as ours,
+        ):
+            texts.append(ours.generate(prompt, greedy(NEW)).token_ids)
+            down = ours.runtime.weights.layouts[1].formats["down"]
+    assert texts[0] == texts[1]
+    assert down.split == (rank == 1), "the first rank's part"
+
+
 @pytest.mark.parametrize("placement", ["resident", "weights"])
 def test_experts_split_each_for_itself(tiny, leaders, placement: str) -> None:
     """Each rank has columns of every expert, and no number of them is lost."""
@@ -196,7 +220,6 @@ def test_fp8(tmp_path, leaders) -> None:
 def test_experts_in_mxfp4(tmp_path, leaders, placement: str) -> None:
     """Rows of gates and up projections alternate in these files, and one rank adds the biases."""
     model = make_model("gpt-oss-moe", tmp_path)
-    to_mxfp4(tmp_path, model)
     prompt = random_ids(PROMPT)
     with engine(tmp_path, 2, placement, weights="stored", **METHODS["triforce"]) as ours:
         result = ours.generate(prompt, greedy(NEW))

@@ -66,12 +66,6 @@ def test_a_placement_that_was_asked_for_is_asked() -> None:
     assert chosen(60 * GIB, placement=a_layer) == (True, False)
 
 
-def test_weights_that_ranks_share_stay_dense() -> None:
-    """Unasked: if one rank has a matrix without room for its exceptions, all would be refused."""
-    made = with_split_unasked(LLAMA, EngineConfig(), 22 * GIB, alone=False)
-    assert (made.weights.split, made.kv_split) == (False, True)
-
-
 def test_other_numbers_devices_and_backends_have_none() -> None:
     half = replace(LLAMA, dtype=DTYPES["float16"])
     assert chosen(22 * GIB, half) == (False, False)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from triforce_core.model.known.shapes import read_shape
+from triforce_core.model.known.shapes import read_model, read_shape
+from triforce_core.model.sharing.share import Share, mlp_unit
+from triforce_core.plan import by_time
+from triforce_core.plan.by_time import Whole
 from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.formats import with_asked_formats
 from triforce_core.plan.machine import Device, Room
@@ -16,6 +22,7 @@ from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import DoesNotFitError
+from triforce_offload.machine.processor import ProcessorRates
 from triforce_offload.machine.profiles import Hardware, known, named
 from triforce_offload.memory.available import LIBRARY_BYTES
 from triforce_offload.weights.formats import DTYPES
@@ -156,9 +163,114 @@ def test_ranks_try_copies_in_3_bits_together(*, later: bool) -> None:
         return budget if later and len(asked) > 1 else 0
 
     room = Room(22 * GIB, 512 * GIB)
-    found = resolve(sizes, config, room, dense, alone=False, agreed=agreed)
+    whole = Whole(sizes.config, None, dense)
+    found = resolve(sizes, config, room, dense, whole=whole, agreed=agreed)
     assert len(asked) == 2
     assert min(asked) > 0
     assert found.budget == (asked[1] if later else 0)
     assert found.sizes.method.bits_of_copies == (3 if later else 4)
     assert bool(found.memory.placement.copied_layers) == later
+
+
+class _Meeting:
+    """Where ranks that are threads agree on the least number."""
+
+    def __init__(self, ranks: int) -> None:
+        self._numbers = [0] * ranks
+        self._all = threading.Barrier(ranks, timeout=60)
+
+    def agreed(self, rank: int) -> Callable[[int], int]:
+        def least(number: int) -> int:
+            self._numbers[rank] = number
+            self._all.wait()
+            found = min(self._numbers)
+            self._all.wait()
+            return found
+
+        return least
+
+
+def on_ranks(model: str, context: int, rooms: Sequence[Room]) -> list[Resolved]:
+    """What each of several ranks chooses, each with an RTX 4090."""
+    shape, config = read_model(model), EngineConfig().changed(dtype="bfloat16")
+    pieces = shape.pieces or dense
+    meeting, rates = _Meeting(len(rooms)), replace(named("rtx4090"), gpus=len(rooms))
+    unit = {"unit": mlp_unit(shape.config, pieces)} if shape.pieces else {}
+
+    def rank(index: int) -> Resolved:
+        share = Share.of(shape.config, index, len(rooms), **unit)
+        own = share.pieces(pieces) if shape.pieces else dense
+        sizes = ModelSizes(*(share.config, DTYPES["bfloat16"], context, config.method), device=GPU)
+        sizes = with_asked_formats(sizes, config, own, rooms[index])
+        return resolve(
+            *(sizes, config, rooms[index], own),
+            hardware=rates,
+            whole=Whole(shape.config, None, pieces),
+            agreed=meeting.agreed(index),
+        )
+
+    with ThreadPoolExecutor(len(rooms)) as threads:
+        return list(threads.map(rank, range(len(rooms))))
+
+
+def room(less: int = 0) -> Room:
+    return Room(named("rtx4090").memory_bytes - LIBRARY_BYTES - less, 256 * GIB)
+
+
+SLOW_TO_PLAN = [("qwen2.5-32b", 32768), ("llama3.1-70b:Q5_K_M", 8192)]
+
+
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [
+        ("llama3.1-8b", 131072),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_TO_PLAN),
+    ],
+)
+def test_ranks_choose_what_the_planner_does(model: str, context: int) -> None:
+    shape = read_model(model)
+    best = choose(
+        Case(
+            shape.config,
+            replace(named("rtx4090"), gpus=2, host_memory_bytes=512 * GIB),
+            context,
+            256,
+            DTYPES["bfloat16"],
+            pieces=shape.pieces,
+            auto=frozenset({"weights", "kv"}),
+        )
+    )
+    for found in on_ranks(model, context, (room(), room())):
+        assert found.seconds_per_token == best.seconds_per_token
+        assert found.sizes.weights.split == (best.case.split is not None)
+        assert found.sizes.kv_split == best.case.split_kv
+        assert 0.5 * best.plan.budget <= found.budget <= best.plan.budget
+
+
+def test_ranks_choose_alike_with_different_memory() -> None:
+    less = 12 * GIB
+    first, second = on_ranks("llama3.1-8b", 131072, (room(), room(less)))
+    assert first.seconds_per_token == second.seconds_per_token
+    assert first.budget == second.budget
+    assert first.sizes.method == second.sizes.method
+    assert first.sizes.weights.split == second.sizes.weights.split
+    assert second.memory.device_bytes <= room(less).device_bytes
+    # The plan is made for the lesser memory; each rank keeps what it has room for.
+    assert first.memory.link_bytes < second.memory.link_bytes
+
+
+def test_the_processor_computes_for_all_ranks(monkeypatch) -> None:
+    rates = [ProcessorRates(30e9, 0.5e12), ProcessorRates(20e9, 0.6e12)]
+    given = iter(rates)
+    monkeypatch.setattr(by_time, "measure_processor", lambda: next(given))
+    chosen, choose = [], by_time.choose
+    monkeypatch.setattr(by_time, "choose", lambda case: chosen.append(case) or choose(case))
+    first, second = on_ranks("gpt-oss-120b:MXFP4", 32768, (room(), room()))
+    for found in (first, second):
+        placement = found.memory.placement
+        assert placement.expert_slots > 0
+        assert set(placement.expert_layers) == set(placement.processor_layers)
+    known = {case.hardware.processor_bytes_per_second for case in chosen}
+    assert known == {None, 40e9}, "twice that of the slower one"
+    slots = [found.memory.placement.expert_slots for found in (first, second)]
+    assert slots == sorted(slots), "the second rank has fewer columns of each expert"

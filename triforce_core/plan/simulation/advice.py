@@ -56,7 +56,7 @@ def _fewer_bytes(chosen: Candidate) -> str:
         remedies.append("KV split (--kv split)")
     if "draft_tokens" in case.fixed:
         remedies.append("longer drafts")
-    if case.host_compute == AUTO and not case.hardware.emulated and case.hardware.gpus == 1:
+    if case.host_compute == AUTO and not case.hardware.emulated:
         known = chosen.round.processor.known
         remedies += [] if known else ["a CPU that computes too (--host-flops)"]
     remedies.append("more device memory")

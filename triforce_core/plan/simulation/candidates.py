@@ -146,7 +146,7 @@ def _by_processor(case: Case, fitted: Resolved, draft_tokens: int) -> list[Memor
     if case.host_compute != AUTO:
         shares = ProcessorShares.asked(case.host_compute, case.layouts)
         return [shares.placed_on_processor(memory, case.room)]
-    if case.hardware.emulated or case.hardware.gpus > 1:
+    if case.hardware.emulated:
         return [memory]
     rows = 1 + (draft_tokens or memory.requirements.max_draft_tokens)
     cost = RoundCost(case.costs, memory, case.length, rows)

@@ -56,6 +56,8 @@ def pool_hits(slots: int, experts: Experts) -> float:
 @dataclass(frozen=True)
 class Processor:
     """The processor of a machine, which computes layers for `tokens` rows, but for their attention.
+    If several GPUs share the model, it computes for all of them at the same time: each has an equal
+    part of its rates.
 
     experts_only: whether it computes their experts alone
     expert_slots: number of experts in a pool on the device, which the device computes
@@ -69,14 +71,22 @@ class Processor:
     @property
     def known(self) -> bool:
         """Whether its rates are known."""
-        hardware = self.costs.hardware
-        return hardware.emulated or None not in (self._rate, hardware.host_flops_per_second)
+        hardware, rates = self.costs.hardware, (self._rate, self._flops_per_second)
+        return hardware.emulated or None not in rates
 
     @property
     def _rate(self) -> float | None:
-        """Rate at which its products read host memory, if nothing else does."""
+        """Rate at which its products read host memory, if nothing but other GPUs' products does."""
         hardware = self.costs.hardware
-        return hardware.processor_bytes_per_second or hardware.host_bytes_per_second
+        return self._part(hardware.processor_bytes_per_second or hardware.host_bytes_per_second)
+
+    @property
+    def _flops_per_second(self) -> float | None:
+        return self._part(self.costs.hardware.host_flops_per_second)
+
+    def _part(self, rate: float | None) -> float | None:
+        """Return one GPU's part of a rate."""
+        return rate and rate / self.costs.hardware.gpus
 
     @cached_property
     def on_device(self) -> float:
@@ -146,7 +156,7 @@ class Processor:
         # What is split takes fewer bytes.
         split = nbytes < keys * read * costs.dtype.itemsize
         operations = 2.0 * keys * (products / _ATTENTION_SHARE + _KEY_ROWS[split] * read)
-        computing = operations / costs.hardware.host_flops_per_second
+        computing = operations / self._flops_per_second
         return max(self._reading(nbytes, link_bytes), computing) + layers * _HANDING_SECONDS
 
     def _reading(self, nbytes: float, link_bytes: float) -> float:
@@ -155,7 +165,7 @@ class Processor:
         """
         hardware = self.costs.hardware
         link = hardware.stream_bytes_per_second
-        whole = hardware.host_bytes_per_second or max(self._rate, link)
+        whole = self._part(hardware.host_bytes_per_second) or max(self._rate, link)
         reading = (nbytes + link_bytes) / whole
         if whole > link:
             reading = min(reading, nbytes / (whole - link))
@@ -181,7 +191,7 @@ class Processor:
             there = self._scale * self._missing / mlp.distinct(tokens)
             products += mlp.active * experts / mlp.count * there
         operations = 2.0 * (tokens * products + decoding)
-        return nbytes, operations / costs.hardware.host_flops_per_second
+        return nbytes, operations / self._flops_per_second
 
 
 def _decoding_rows(read: Read) -> int:

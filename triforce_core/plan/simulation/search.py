@@ -22,7 +22,6 @@ from triforce_core.settings import (
     SPLIT,
     SPLIT_EXPERTS,
 )
-from triforce_kernels.weights.block_types import F8_E4M3
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
 
@@ -123,16 +122,11 @@ def _ways(case: Case) -> list[Case]:
 
 def _may_split_blocks(case: Case) -> bool:
     """Whether weights in blocks may be split. Experts cannot, and the processor computes no share
-    of such layers. Ranks could not load a matrix without room, which one in FP8 or in bfloat16 may
-    be.
+    of such layers.
     """
     if case.layouts.experts or case.host_compute not in (AUTO, 0):
         return False
-    if not splits_blocks(case.config, case.dtype, case.pieces):
-        return False
-    layers = replace(case, split=SPLIT).layouts.layers
-    split = {part.block_type for layer in layers for part in layer.decoded() if part.split}
-    return case.hardware.gpus == 1 or split.isdisjoint((F8_E4M3, None))
+    return splits_blocks(case.config, case.dtype, case.pieces)
 
 
 def _choose(case: Case) -> Candidate:
