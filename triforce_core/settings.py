@@ -317,8 +317,6 @@ class EngineConfig:
             object.__setattr__(self, "host_compute", parse_share("host_compute", share))
         if not is_whole(self.sequences, 1, MOST_SEQUENCES):
             raise UsageError(f"sequences must be 1 to {MOST_SEQUENCES}, got {self.sequences!r}")
-        if self.sequences > 1 and self.machine.gpus > 1:
-            raise UsageError("several sequences at once are not possible on several GPUs yet")
         self.method.check_weights(self.weights)
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))

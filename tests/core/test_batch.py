@@ -279,7 +279,6 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence(tiny) -> None:
             ours.generate_all([[1], [10**6]], greedy(4))
     for options, message in (
         ({"sequences": 17}, "sequences must be 1 to 16"),
-        ({"sequences": 2, "gpus": 2}, "not possible on several GPUs yet"),
         ({"placed": "own", "placement": PLACEMENTS["kv-reclaimed"]}, "of one text, not of several"),
     ):
         with pytest.raises(UsageError, match=message):

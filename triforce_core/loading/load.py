@@ -135,14 +135,11 @@ def _load(
         hardware = agreed_rates(rates(device, dtype, link.bandwidth), ranks)
 
         def resolved(drafter: ReadableDrafter | None, agreed: Agreed) -> Resolved:
-            available, model = replace(room, device_bytes=memory.available_bytes), None
-            if share is not None:
-                of_whole = _of_drafter(sizes, drafter and with_head).drafter
-                model = Whole(whole.config, of_whole, storable_pieces(whole.pieces, sizes))
+            available = replace(room, device_bytes=memory.available_bytes)
             return resolve(
                 *(asked(drafter), config, available, pieces, unsplit),
                 hardware=hardware,
-                whole=model,
+                whole=_whole(sizes, whole, drafter and with_head) if share else None,
                 agreed=agreed,
             )
 
@@ -260,6 +257,12 @@ def _of_drafter(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSize
     config = _as_drafter(drafter.config)
     own = storable_pieces(drafter.pieces, sizes) if config.layers[0].joins else None
     return replace(sizes, drafter=config, head_pieces=own)
+
+
+def _whole(sizes: ModelSizes, checkpoint: Readable, drafter: ReadableDrafter | None) -> Whole:
+    """Return the model of which ranks have shares. checkpoint, drafter: all of them"""
+    pieces = storable_pieces(checkpoint.pieces, sizes)
+    return Whole(checkpoint.config, _of_drafter(sizes, drafter).drafter, pieces)
 
 
 def _as_drafter(config: ModelConfig) -> ModelConfig:

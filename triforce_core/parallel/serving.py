@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from triforce_core.decoding.contexts import calls, snapshot
-from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.context import Context, begin_pass, run_pass
 from triforce_core.decoding.contexts.kv_parts import Interrupted
 from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.decoder import Ask
@@ -27,33 +27,57 @@ def serve(models: Models, hear: Hear, answer: Callable[[Any], None]) -> None:
     """Run every call that arrives, until Finish. answer: sends an answer to a question of rank 0
 
     Raises the errors of the calls, DamagedMessageError for a call that is out of place, or
-    RankError if this rank's context has other tokens than that of rank 0.
+    RankError if a context of this rank has other tokens than that of rank 0.
     """
-    served: _Served | None = None
+    served: dict[int, _Served] = {}
     trace = models.runtime.trace
     try:
         while not isinstance(call := hear(), calls.Finish):
             match call:
                 case calls.Open():
-                    served = _Served(Context(models), hear)
+                    served[call.number] = _Served(Context(models, call.number), hear)
+                case calls.Begin():
+                    begin_pass([_found(served, number, call).context for number in call.contexts])
                 case calls.Spans():
                     answer((time.perf_counter(), trace.spans()))
                 case calls.ClearTrace():
                     trace.clear()
-                case _ if served is None:
-                    raise DamagedMessageError(f"{type(call).__name__} came before Open")
+                case calls.RunPass():
+                    _run([_found(served, part.context, call) for part in call.parts], call)
                 case calls.RankStats():
-                    answer(rank_stats(models.runtime, served.context))
+                    context = _found(served, call.context, call).context
+                    answer(rank_stats(models.runtime, context))
                 case calls.Close():
-                    served.context.close()
-                    served = None
+                    _found(served, call.context, call).context.close()
+                    del served[call.context]
                 case calls.ContextCall():
-                    served.make(call)
+                    _found(served, call.context, call).make(call)
                 case _:
                     raise DamagedMessageError(f"{type(call).__name__} came where no rank sends it")
     finally:
-        if served is not None:
-            served.context.close()
+        for each in served.values():
+            each.context.close()
+
+
+def _found(served: dict[int, _Served], number: int, call: Call) -> _Served:
+    """Return the context with a number. Raises DamagedMessageError."""
+    if number not in served:
+        raise DamagedMessageError(f"{type(call).__name__} came before Open of context {number}")
+    return served[number]
+
+
+def _run(served: Sequence[_Served], call: calls.RunPass) -> None:
+    """Run a pass over contexts. Raises RankError or LinkError."""
+    for own, part in zip(served, call.parts, strict=True):
+        own.check(part)
+    tokens = call.tokens.split([part.count for part in call.parts])
+    asks = [
+        Ask(own, part.parents, part.is_kept, part.more)
+        for own, part in zip(tokens, call.parts, strict=True)
+    ]
+    run_pass([own.context for own in served], asks)
+    for own, ask in zip(served, asks, strict=True):
+        own.ran(ask)
 
 
 class _Served:
@@ -68,28 +92,27 @@ class _Served:
         self._hear = hear
         self._last_pass = torch.empty(0, dtype=torch.int64)
 
-    def make(self, call: calls.ContextCall) -> None:
-        """Run one call. Raises RankError, DamagedMessageError, or the error of the call."""
+    def check(self, call: calls.ContextCall) -> None:
+        """Check that rank 0's context has the same tokens. Raises RankError."""
         context, own = self.context, self.context.checksum
         if own != call.checksum:
             raise RankError(
                 f"the first {context.length} tokens of its text have checksum {own:#010x}, and "
                 f"those of rank 0 have {call.checksum:#010x}"
             )
+
+    def make(self, call: calls.ContextCall) -> None:
+        """Run one call. Raises RankError, DamagedMessageError, or the error of the call."""
+        self.check(call)
+        context = self.context
         match call:
             case calls.Prefill():
                 self._prefill(call)
-            case calls.RunPass():
-                context.run(Ask(call.tokens, call.parents, call.is_kept, call.more))
-                self._last_pass = call.tokens
-                if call.is_kept:
-                    self._commit([0])
             case calls.Keep():
                 context.keep(call.rows)
                 self._commit(call.rows)
             case calls.Refresh():
                 context.refresh(call.scored)
-                context.models.runtime.passes.begin([context.sequence])
             case calls.Draft():
                 context.levels.draft(call.tokens, call.parents)
             case calls.KeepDrafted():
@@ -108,6 +131,12 @@ class _Served:
                 snapshot.known_scores(context)
             case _:
                 raise DamagedMessageError(f"{type(call).__name__} came where no rank sends it")
+
+    def ran(self, ask: Ask) -> None:
+        """Note the tokens of a pass."""
+        self._last_pass = ask.tokens
+        if ask.is_kept:
+            self._commit([0])
 
     def _commit(self, rows: list[int]) -> None:
         ran = come(self._last_pass).tolist()

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from triforce_core.decoding.contexts.context import Context, run_pass
+from triforce_core.decoding.contexts.context import Context, begin_pass, run_pass
 from triforce_core.decoding.contexts.kv_parts import Interrupted
 from triforce_core.decoding.contexts.memory_fallback import MemoryFallback
 from triforce_core.decoding.decoder import Step
@@ -216,7 +216,7 @@ class Batch:
         for member in members:
             member.request.refresh()
         if members:
-            self._runtime.passes.begin([member.context.sequence for member in members])
+            begin_pass([member.context for member in members])
 
     def _begin_ahead(self) -> None:
         """Begin the next pass now, unless a prefill comes before it."""

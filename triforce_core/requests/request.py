@@ -251,7 +251,7 @@ class Request:
         if models.ranks.count == 1:
             return {}
         own = rank_stats(models.runtime, self._context)
-        return {"ranks": [own, *models.ranks.ask(RankStats())]}
+        return {"ranks": [own, *models.ranks.ask(self._context.tell.signed(RankStats()))]}
 
     def _completion(self, more: dict[str, Any]) -> Completion:
         """Return a Completion with the output so far. more: additional stats"""

@@ -19,7 +19,7 @@ import torch
 from helpers import random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.contexts.calls import Keep, Load, RunPass
+from triforce_core.decoding.contexts.calls import Keep, Load, PassRows, RunPass
 from triforce_core.parallel import wire as wires
 from triforce_core.parallel.message import (
     DamagedMessageError,
@@ -139,8 +139,14 @@ CONFIG = EngineConfig(trace=Path("/a b/\udcff"), max_context=300).changed(
         {"bytes": 3, "none": None, "text": "\u00e4\u4e2d"},
         (1.5, [Span("copy in", "layer 1", 0.1, 0.25, {"bytes": 4})]),
         Failure("ran out of memory", 3, True),
-        RunPass(Tokens(3, [5, 6, 7]), (0, 0, 1), False, False, checksum=0xFFFFFFFF),
-        RunPass(Tokens(1, None), None, True, True, checksum=1),
+        RunPass(
+            Tokens(4, [5, 6, 7, 8]),
+            [
+                PassRows(3, (0, 0, 1), False, False, context=2, checksum=0xFFFFFFFF),
+                PassRows(1, None, False, False, context=0, checksum=0),
+            ],
+        ),
+        RunPass(Tokens(1, None), [PassRows(1, None, True, True, context=1, checksum=1)]),
         Load(Path("/models/a"), "sha256:0", CONFIG, 300),
     ],
     ids=str,
@@ -198,10 +204,16 @@ def framed(kind: bytes, data: bytes) -> bytes:
         (framed(b"m", b'{"kind": "Tokens", "of": [1]}'), "is damaged"),
         (framed(b"m", b'{"kind": "tuple", "of": 3}'), "is damaged"),
         (framed(b"m", b'{"kind": "Verify", "of": [1]}'), "is damaged: 'Verify'"),
-        (framed(b"m", b'{"kind": "Keep", "of": [1, "all"]}'), "rows of Keep is 'all', which is no"),
-        (framed(b"m", b'{"kind": "Keep", "of": [1, [0, true]]}'), r"rows of Keep is \[0, True\]"),
-        (framed(b"m", b'{"kind": "Refresh", "of": [1, 2.5]}'), "scored of Refresh is 2.5"),
-        (framed(b"m", b'{"kind": "Draft", "of": [1, [5], null]}'), r"tokens of Draft is \[5\]"),
+        (
+            framed(b"m", b'{"kind": "Keep", "of": [0, 1, "all"]}'),
+            "rows of Keep is 'all', which is no",
+        ),
+        (
+            framed(b"m", b'{"kind": "Keep", "of": [0, 1, [0, true]]}'),
+            r"rows of Keep is \[0, True\]",
+        ),
+        (framed(b"m", b'{"kind": "Refresh", "of": [0, 1, 2.5]}'), "scored of Refresh is 2.5"),
+        (framed(b"m", b'{"kind": "Draft", "of": [0, 1, [5], null]}'), r"tokens of Draft is \[5\]"),
         (framed(b"m", b'{"kind": "End", "of": []}'), "is damaged"),
         (framed(b"m", b"[" * 100_000), "is damaged"),
         (framed(b"m", b"\xff\xfe"), "is damaged"),

@@ -141,7 +141,7 @@ def _case(args: argparse.Namespace) -> Case:
         split_kv=kv == SPLIT,
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),
         method=method,
-        host_compute=_host_compute(args, gpus),
+        host_compute=_host_compute(args),
     )
     if case.hardware.emulated:
         case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
@@ -161,11 +161,11 @@ def _dequantises(weights: str, shape: Shape, dtype: Dtype) -> bool:
     return weights in (DENSE, SPLIT_EXPERTS)
 
 
-def _host_compute(args: argparse.Namespace, gpus: int) -> float | str:
+def _host_compute(args: argparse.Namespace) -> float | str:
     """Return what the processor may compute, as an engine takes it. Raises UsageError."""
     if args.host_flops is not None and args.host_bandwidth is None and args.gpu is not None:
         raise UsageError("--host-flops needs --host-bandwidth, the rate at which weights are read")
-    return EngineConfig().changed(gpus=gpus, host_compute=args.host_compute).host_compute
+    return EngineConfig().changed(host_compute=args.host_compute).host_compute
 
 
 def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:

@@ -33,7 +33,16 @@ class Finish(Call):
 
 @dataclass(frozen=True)
 class Open(Call):
-    """Create the context."""
+    """Create a context. number: by which later calls name it"""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Begin(Call):
+    """Start the copies of the next pass over contexts. contexts: their numbers, in their order"""
+
+    contexts: list[int]
 
 
 @dataclass(frozen=True)
@@ -49,11 +58,6 @@ class Stop(Call):
 
 
 @dataclass(frozen=True)
-class RankStats(Call):
-    """Answer with this rank's statistics of the request."""
-
-
-@dataclass(frozen=True)
 class Spans(Call):
     """Answer with this rank's clock and its timeline."""
 
@@ -65,9 +69,19 @@ class ClearTrace(Call):
 
 @dataclass(frozen=True)
 class ContextCall(Call):
-    """A call to the context. checksum: checksum of the tokens that the first rank's context has"""
+    """A call to a context.
 
+    context: its number
+    checksum: checksum of the tokens that the first rank's context has
+    """
+
+    context: int = field(default=0, kw_only=True)
     checksum: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class RankStats(ContextCall):
+    """Answer with this rank's statistics of the request."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +97,22 @@ class Prefill(ContextCall):
 
 
 @dataclass(frozen=True)
-class RunPass(ContextCall):
-    """Run a pass over some rows. See `decoder.Ask`."""
+class PassRows(ContextCall):
+    """A context's rows in a pass, see `decoder.Ask`. count: number of rows"""
 
-    computes = True
-    tokens: torch.Tensor
+    count: int
     parents: tuple[int, ...] | None
     is_kept: bool
     more: bool
+
+
+@dataclass(frozen=True)
+class RunPass(Call):
+    """Run a pass over rows of some contexts. tokens: those of all rows, context after context"""
+
+    computes = True
+    tokens: torch.Tensor
+    parts: list[PassRows]
 
 
 @dataclass(frozen=True)
@@ -102,10 +124,7 @@ class Keep(ContextCall):
 
 @dataclass(frozen=True)
 class Refresh(ContextCall):
-    """Choose the chunks of the retrieval cache, and start the copies of the next pass.
-
-    scored: see `Context.refresh`
-    """
+    """Choose the chunks of the retrieval cache. scored: see `Context.refresh`"""
 
     scored: int
 
@@ -189,9 +208,9 @@ class Close(ContextCall):
 
 
 CALLS: tuple[type[Call], ...] = (
-    *(Load, Finish, Open, GoOn, Stop, RankStats, Spans, ClearTrace),
-    *(Prefill, RunPass, Keep, Refresh, Draft, KeepDrafted, RunHead, End, Restore),
-    *(LayerKV, MarkPart, ChunkScores, Close),
+    *(Load, Finish, Open, Begin, GoOn, Stop, Spans, ClearTrace),
+    *(Prefill, PassRows, RunPass, Keep, Refresh, Draft, KeepDrafted, RunHead, End, Restore),
+    *(LayerKV, MarkPart, ChunkScores, RankStats, Close),
 )
 
 
@@ -202,9 +221,10 @@ def silent(call: ContextCall) -> None:
 class Teller:
     """The sender of calls to a context. It does nothing on other ranks than the first."""
 
-    def __init__(self, ranks: Ranks, checksum: Callable[[], int]) -> None:
-        """checksum: returns the checksum of the tokens that the context keeps"""
+    def __init__(self, ranks: Ranks, number: int, checksum: Callable[[], int]) -> None:
+        """number: the context's. checksum: returns the checksum of the tokens that it keeps"""
         self._ranks = ranks
+        self._number = number
         self._checksum = checksum
 
     def __call__(self, call: ContextCall) -> None:
@@ -213,8 +233,8 @@ class Teller:
             self._ranks.tell(self.signed(call))
 
     def signed(self, call: ContextCall) -> ContextCall:
-        """Return the call with the current checksum."""
-        return replace(call, checksum=self._checksum())
+        """Return the call with the context's number and its current checksum."""
+        return replace(call, context=self._number, checksum=self._checksum())
 
     def after_each_layer(self, then: Callable[[int], None]) -> Callable[[int], None]:
         """Return a function that calls `then`, then tells the other ranks whether to go on. So a

@@ -40,19 +40,24 @@ class Context:
     logits: logits of the last pass, [rows, vocab] float32, if `tells_logits`
     tapped: hidden states of the last pass between layers, [rows, taps * hidden], until some are
         kept; None if nothing drafts from them
+    number: by which ranks name it
     tell: sends calls to the other ranks
     """
 
-    def __init__(self, models: Models) -> None:
-        """Raises DoesNotFitError."""
-        models.ranks.tell(calls.Open())
+    def __init__(self, models: Models, number: int | None = None) -> None:
+        """number: that the first rank gave it; None on the first rank
+
+        Raises DoesNotFitError.
+        """
+        self.number = next(models.numbers) if number is None else number
+        models.ranks.tell(calls.Open(self.number))
         self.model = models.target
         self.trace = models.runtime.trace
         self.text = Text([])
         self.logits: torch.Tensor | None = None
         self.tapped: torch.Tensor | None = None
         self.tells_logits = False
-        self.tell = calls.Teller(models.ranks, lambda: self.checksum)
+        self.tell = calls.Teller(models.ranks, self.number, lambda: self.checksum)
         self.models = models
         self._checksum = Checksum()
         self._rotated_alike = True
@@ -176,7 +181,6 @@ class Context:
 
     def join(self, ask: Ask) -> ForwardBatch:
         """Join a pass that is about to run. Return this context's part of the forward batch."""
-        self.tell(calls.RunPass(ask.tokens, ask.parents, ask.is_kept, ask.more))
         self.logits = self.tapped = None
         start, device = self.length, self.model.device
         if ask.parents is None:
@@ -246,6 +250,28 @@ class Context:
             return hidden[-1:].clone()
 
 
+def begin_pass(contexts: Sequence[Context]) -> None:
+    """Start the copies of the next pass over some contexts, after their retrieval caches are
+    refreshed. Raises LinkError.
+    """
+    models = contexts[0].models
+    models.ranks.tell(calls.Begin([context.number for context in contexts]))
+    models.runtime.passes.begin([context.sequence for context in contexts])
+
+
+def _tell_pass(contexts: Sequence[Context], asks: Sequence[Ask], batch: ForwardBatch) -> None:
+    """Send a pass to the other ranks. batch: all rows"""
+    ranks = contexts[0].models.ranks
+    if ranks.count == 1 or ranks.index:
+        return
+    parts = [
+        own.tell.signed(calls.PassRows(len(ask.tokens), ask.parents, ask.is_kept, ask.more))
+        for own, ask in zip(contexts, asks, strict=True)
+    ]
+    tokens = asks[0].tokens if len(asks) == 1 else batch.tokens
+    ranks.tell(calls.RunPass(tokens, parts))
+
+
 @torch.inference_mode()
 def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Tensor]:
     """Run one pass of the full model over the rows that each context asks for.
@@ -255,8 +281,9 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
     model, passes = contexts[0].model, contexts[0].models.runtime.passes
     sequences = [context.sequence for context in contexts]
     batches = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
-    passes.begin(sequences)
     batch, tapped_layers = ForwardBatch.side_by_side(batches), contexts[0].levels.taps
+    _tell_pass(contexts, asks, batch)
+    passes.begin(sequences)
     if len(contexts) == 1 and contexts[0].recorded.fits(batch.rows):
         hidden, states = contexts[0].recorded.run(batch, tapped_layers)
     else:

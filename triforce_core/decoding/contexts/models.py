@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.model.heads.joins import Join
@@ -66,6 +68,7 @@ class Models:
     weights: how the target's weights are kept, see `EngineConfig.weights`
     same_bits: whether the target gives a row the same bits in every forward
     records_passes: whether passes are recorded, by all ranks; none of them streams anything
+    numbers: numbers for contexts
     """
 
     target: Model
@@ -81,6 +84,7 @@ class Models:
     weights: str = DENSE
     same_bits: bool = False
     records_passes: bool = False
+    numbers: Iterator[int] = field(default_factory=count)
 
     @property
     def ranks(self) -> Ranks:

@@ -1,0 +1,140 @@
+"""Several requests at once over several ranks: each text is what it is alone on one rank."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from helpers import PLACEMENTS, random_ids
+from oracle import assert_equal_but_for_ties, greedy
+from thread_ranks import engine
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.calls import Begin, RunPass
+from triforce_core.requests.stream import Completion
+from triforce_offload.copies import PassCopies
+
+NEW = 20
+PLACED = {name: PLACEMENTS[name] for name in ("resident", "kv", "int4")}
+PLACED["processor"] = replace(PLACEMENTS["processor"], reclaimed_kv_blocks=0)
+LENGTHS = (1, 17, 40, 63, 90)
+METHODS = {
+    "autoregressive": {"method": "autoregressive"},
+    "speculative": {"method": "speculative", "draft_tokens": 6},
+    "tree": {"method": "speculative", "draft": "{model}", "tree": 9},
+    "retrieval": {"budget": 32, "draft_tokens": 5},
+    "trees of the level": {"budget": 16, "tree": 11, "draft": "none"},
+}
+
+
+def running(path, ranks: int, placed: str, method: str, **options: object) -> Engine:
+    chosen = {k: path if v == "{model}" else v for k, v in METHODS[method].items()}
+    return engine(path, ranks, PLACED[placed], **{"sequences": 3, **chosen, **options})
+
+
+def prompts() -> list[list[int]]:
+    return [random_ids(length, length) for length in LENGTHS]
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize(
+    ("method", "placed"),
+    [
+        (method, placed)
+        for method, placed in product(METHODS, PLACED)
+        if "budget" not in METHODS[method] or PLACED[placed].can_draft
+    ],
+)
+def test_greedy_texts_are_transformers_own(tiny, leaders, method: str, placed: str) -> None:
+    """More prompts than sequences: they come and go between passes."""
+    path, model = tiny("llama")
+    params = [greedy(NEW - i) for i in range(len(LENGTHS))]
+    with running(path, 2, placed, method) as ours:
+        results = ours.generate_all(prompts(), params)
+        # Once more over contexts that know these texts, or others.
+        again = ours.generate_all(prompts()[::-1], params[::-1])[::-1]
+    for prompt, own, result, once_more in zip(prompts(), params, results, again, strict=True):
+        count = own.max_new_tokens
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+        theirs = theirs[0, len(prompt) :].tolist()
+        assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
+        assert_equal_but_for_ties(model, prompt, once_more.token_ids, theirs)
+    passes = leaders[0].calls.count(RunPass)
+    made = sum(own.max_new_tokens for own in params)
+    assert passes < 2 * made, "each is over several sequences, or keeps several tokens"
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt-oss-moe", "glm4_lite-moe", "gemma3"])
+def test_other_families(tiny, leaders, family: str) -> None:
+    path, model = tiny(family)
+    with running(path, 2, "kv", "speculative") as ours:
+        results = ours.generate_all(prompts(), greedy(NEW))
+    for prompt, result in zip(prompts(), results, strict=True):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+        theirs = theirs[0, len(prompt) :].tolist()
+        assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
+
+
+def test_seeds_give_what_they_give_alone_on_one_rank(tiny, leaders) -> None:
+    path, _ = tiny("llama")
+    params = [SamplingParams(NEW, temperature=0.9, seed=i) for i in range(len(LENGTHS))]
+    with running(path, 1, "kv", "retrieval", accept="coupled", sequences=1) as ours:
+        alone = [ours.generate(p, own) for p, own in zip(prompts(), params, strict=True)]
+    with running(path, 2, "kv", "retrieval", accept="coupled") as ours:
+        together = ours.generate_all(prompts(), params)
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    sums = [[rank["checksum"] for rank in result.stats["ranks"]] for result in together]
+    assert all(first == second for first, second in sums), "of each sequence's tokens"
+
+
+def test_a_request_that_is_interrupted_leaves_the_others_whole(tiny, leaders) -> None:
+    path, _ = tiny("llama")
+    with running(path, 1, "kv", "retrieval", sequences=1) as ours:
+        expected = [ours.generate(prompt, greedy(NEW)).token_ids for prompt in prompts()[:3]]
+    with running(path, 2, "kv", "retrieval") as ours:
+        found: dict[int, Completion] = {}
+
+        def receiver(index: int):
+            def receive(item: object) -> None:
+                if isinstance(item, Completion):
+                    found[index] = item
+
+            return receive
+
+        members = [
+            ours.add_request(prompt, greedy(NEW), receiver(i))
+            for i, prompt in enumerate(prompts()[:3])
+        ]
+        ours.step()
+        members[1].interrupt()
+        while ours.step():
+            pass
+        # The context that it had is used again.
+        again = ours.generate(prompts()[1], greedy(NEW))
+    assert [found[i].token_ids for i in (0, 2)] == [expected[0], expected[2]]
+    assert found[1].finish_reason == "interrupted"
+    assert found[1].token_ids == expected[1][: len(found[1].token_ids)]
+    assert again.token_ids == expected[1]
+
+
+def test_copies_of_a_pass_are_begun_over_all_its_sequences(tiny, leaders, monkeypatch) -> None:
+    """By each rank, in the same order."""
+    path, _ = tiny("llama")
+    begun: dict[int, list[int]] = {}
+    begin = PassCopies.begin
+
+    def noted(self: PassCopies, sequences: list) -> None:
+        begun.setdefault(threading.get_ident(), []).append(len(sequences))
+        begin(self, sequences)
+
+    monkeypatch.setattr(PassCopies, "begin", noted)
+    with running(path, 2, "kv", "autoregressive") as ours:
+        ours.generate_all(prompts()[:3], greedy(NEW))
+    first, second = begun.values()
+    assert first == second
+    assert first.count(3) > NEW // 2
+    assert leaders[0].calls.count(Begin) > 0
