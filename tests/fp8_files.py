@@ -22,6 +22,16 @@ FP8_RECURRENT = {
     "linear_key_head_dim": 40,
     "linear_value_head_dim": 32,
 }
+# Latent attention: keys and values of a head have 80 rows together, no multiple of 128.
+FP8_LATENT = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 32,
+}
 CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",

@@ -23,15 +23,16 @@ _SCALES = {
 
 
 def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """A matrix [rows, columns] in a block type, [rows, bytes of a row]. Where the gguf package does
-    not write that type: random bits, with small scales.
+    """Matrices [..., columns] in a block type, [..., bytes of a row]. Where the gguf package does not
+    write that type: random bits, with small scales.
     """
     try:
         return gguf.quants.quantize(array, kind)
     except NotImplementedError:
         block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(array.size)
-    data = random.integers(0, 256, (array.shape[0], array.shape[1] // block * nbytes), np.uint8)
+    shape = *array.shape[:-1], array.shape[-1] // block * nbytes
+    data = random.integers(0, 256, shape, np.uint8)
     blocks = data.reshape(-1, nbytes)
     for start in _SCALES[kind.name]:
         scales = (random.random(len(blocks)) * 0.01).astype(np.float16)

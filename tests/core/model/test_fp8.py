@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext as noted
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
-from fp8_files import FP8_RECURRENT, FP8_SIZES, quantise
+from fp8_files import FP8_LATENT, FP8_RECURRENT, FP8_SIZES, quantise
 from helpers import PLACEMENTS, make_model
 from oracle import assert_equal_but_for_ties
 from safetensors.torch import load_file, save_file
@@ -20,15 +21,21 @@ from triforce_kernels.weights.block_types import F8_E4M3, BlockType
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 from triforce_offload.weights.formats import DTYPES
 
+FAMILIES = {
+    "qwen3": FP8_SIZES,
+    "glm4": FP8_SIZES,
+    "qwen3_5": FP8_SIZES | FP8_RECURRENT,
+    "deepseek_v3-moe": FP8_LATENT,
+}
 
-@pytest.fixture(scope="module", params=["qwen3", "glm4", "qwen3_5"])
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def quantised(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     """glm4 has its heads in another order, and gate and up as one tensor; qwen3_5 queries, keys and
-    values of recurrent layers.
+    values of recurrent layers; deepseek_v3 the matrices of keys transposed, and experts.
     """
     path = tmp_path_factory.mktemp("fp8")
-    more = FP8_RECURRENT if request.param == "qwen3_5" else {}
-    model = make_model(request.param, path, **FP8_SIZES, **more)
+    model = make_model(request.param, path, **FAMILIES[request.param])
     quantise(path, model)
     return path, model
 
@@ -46,11 +53,13 @@ def test_greedy_text_is_that_of_the_dequantised_model(
     with engine(path, **options) as running:
         result = running.generate(PROMPT, GREEDY)
         layer = running.runtime.plan.requirements.layer_bytes[0]
+        config = running.models.target.config
     assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs)
     elements = sum(p.numel() for n, p in model.named_parameters() if "layers.0." in n)
     if weights != "dense":
-        # Vectors are not quantised, and everything is aligned.
-        assert layer < 1.04 * elements + 24576
+        # Vectors are not quantised, nor what is stored transposed, and everything is aligned.
+        shapes = config.layers[0].shapes(config.hidden)
+        assert layer < 1.04 * elements + 24576 + 3 * prod(shapes.get("k_up", (0,)))
     else:
         assert layer >= 4 * elements
 

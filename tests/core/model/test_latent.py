@@ -16,8 +16,9 @@ from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.feed_forward import Scores
 from triforce_core.model.known.mixes import pieces_of
 from triforce_core.model.tensors import dense_layouts, kv_shape
+from triforce_kernels.weights.block_types import F8_E4M3
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, decode
-from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 from triforce_offload.weights.formats import DTYPES
 from triforce_offload.weights.split_formats import SplitBF16
 
@@ -134,11 +135,6 @@ def test_scores_are_scaled_and_routed_as_published() -> None:
         (V2_LITE, {"norm_topk_prob": True}, "norm_topk_prob"),
         (V2_LITE, {"n_group": 8}, "n_group"),
         (V2_LITE, {"scoring_func": "sqrtsoftplus"}, "sqrtsoftplus"),
-        (
-            GLM,
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            "FP8 weights are not supported in a model with latent attention",
-        ),
     ],
 )
 def test_what_is_not_computed_is_refused(raw: dict, change: dict, named: str) -> None:
@@ -188,9 +184,14 @@ def test_gguf_files_without_experts_are_read(tmp_path) -> None:
     assert_equal_but_for_ties(model, prompt, found, theirs[0, 40:].tolist())
 
 
-def test_plans_in_fp8_are_refused() -> None:
-    with pytest.raises(UsageError, match="FP8 is not supported with latent attention"):
-        pieces_of(from_hf(GLM, {}), "fp8")
+def test_only_matrices_of_keys_are_not_in_fp8() -> None:
+    """They are stored transposed, with the scales of other numbers."""
+    pieces = pieces_of(from_hf(GLM, {}), "fp8")
+    kinds = {
+        part: pieces(f"layers.1.{part}")[0][1] for part in ("qkv", "q_up", "k_up", "v_up", "o")
+    }
+    assert kinds.pop("k_up") is None
+    assert set(kinds.values()) == {F8_E4M3}
 
 
 def test_matrices_of_keys_are_transposed_in_any_format(tmp_path) -> None:

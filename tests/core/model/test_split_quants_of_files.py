@@ -25,6 +25,14 @@ RECURRENT = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 256,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 256,
+    "v_head_dim": 64,
+}
 # The type of a file's matrices, and that of some in even layers, if it is another. The second file
 # has a layer of which nothing can be split.
 FILES = {
@@ -32,15 +40,16 @@ FILES = {
     "Q8_0 and Q6_K": ("llama", "Q8_0", "Q6_K"),
     "Q5_K and Q8_0": ("qwen3", "Q5_K", "Q8_0"),
     "Q6_K, recurrent": ("qwen3_5", "Q6_K", None),
+    "Q6_K, latent": ("glm4_lite-moe", "Q6_K", None),
 }
+MORE = {"qwen3_5": RECURRENT, "glm4_lite-moe": LATENT}
 
 
 @pytest.fixture(scope="module", params=FILES)
 def quantised(request, tmp_path_factory) -> Path:
     family, *types = FILES[request.param]
     path = tmp_path_factory.mktemp("quants")
-    more = RECURRENT if family == "qwen3_5" else {}
-    model = make_model(family, path, **SIZES, **more)
+    model = make_model(family, path, **SIZES | MORE.get(family, {}))
     kind, larger = (name and gguf.GGMLQuantizationType[name] for name in types)
     write_gguf(model, path / "m.gguf", kind, larger=larger)
     return path / "m.gguf"

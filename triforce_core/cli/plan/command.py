@@ -113,7 +113,6 @@ def _case(args: argparse.Namespace) -> Case:
         most = min(DEFAULT_CONTEXT, shape.published or config.positions)
         context = planned.context_tokens if planned else most
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
-    gpus = args.gpus or (planned.gpus if planned else 1)
     has_head = draft == AUTO and publishes_head(config)
     if has_head:
         draft = MTP

@@ -15,18 +15,12 @@ from triforce_core.model.families.sigmoid import sigmoid_router
 from triforce_core.model.families.sparse import experts_of, renamed, sparse_from, where
 from triforce_core.model.feed_forward import DenseMLP, Router, Scores
 from triforce_core.model.layers import LatentAttention, LayerSpec
-from triforce_offload.errors import CheckpointError, UnsupportedModelError
+from triforce_offload.errors import CheckpointError
 
 
 def _latent(fields: Fields) -> LatentAttention:
     fields.only("attention_bias", False)
     fields.only("rope_interleave", True)
-    if fields.get("quantization_config"):
-        # The matrices of keys are transposed, which blocks of FP8 cannot be.
-        raise UnsupportedModelError(
-            f"{fields.source}: FP8 weights are not supported in a model with latent attention; use "
-            "a bfloat16 checkpoint or a GGUF file instead"
-        )
     keys, rotated = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
     latent = fields.whole("kv_lora_rank")
     if latent % 2 or rotated % 2:

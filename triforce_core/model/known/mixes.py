@@ -68,8 +68,6 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
     if name not in _MIXES:
         raise UsageError(f"{mix!r} is none of {', '.join(NAMES)}")
     tied = config.tied
-    if name == FP8 and config.attention.sides == 1:
-        raise UsageError("FP8 is not supported with latent attention")
 
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:
         if "." not in tensor:
@@ -192,6 +190,9 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"
+    elif name == FP8:
+        # It is stored transposed.
+        special["k_up"] = _DENSE
     if getattr(config.layers[layer].mlp, "count", 0) == _FEW_EXPERTS and name not in (
         "Q8_0",
         FP8,

@@ -21,6 +21,7 @@ from triforce_core.model.layers import (
     LatentAttention,
     LayerSpec,
     LinearAttention,
+    Mamba2,
     Mixer,
     Recurrent,
 )
@@ -102,6 +103,10 @@ class Costs:
         if mixer.norm_over_heads:
             # GPUs sum the squares of queries and of keys.
             layer += self._told(4 * 2 * (tokens + 1))
+        if isinstance(mixer := self.config.recurrent, Mamba2) and mixer.divided_group:
+            # Likewise, those of the only group of a Mamba-2 layer.
+            share = len(self.config.recurrent_layers) / len(self.config.layers)
+            layer += share * self._told(4 * (tokens + 1))
         return layer
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:

@@ -124,7 +124,8 @@ def pieces_of(
 
 def block_type(source: TensorSource, piece: Piece) -> BlockType | None:
     """Return the block type that a piece can be kept in, None for none."""
-    if (blocks := source.blocks(piece.name)) or piece.change:
+    blocks = None if piece.transposed else source.blocks(piece.name)
+    if blocks or piece.change:
         return blocks
     return NARROW.get(source.dtype(piece.name) or "")
 
