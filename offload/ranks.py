@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Call:
@@ -49,6 +50,9 @@ class Ranks(Protocol):
 
     def least(self, number: int) -> int:
         """Return the smallest of all ranks' numbers. All ranks wait for it. Raises RankError."""
+
+    def of_first(self, message: Call) -> Call:
+        """Return the first rank's message, which all ranks wait for. Raises RankError."""
 
     def tell(self, call: Call) -> None:
         """Send a message to the other ranks if this rank leads. Raises RankError."""
@@ -148,3 +152,7 @@ class Alone(Silent):
     def least(self, number: int) -> int:
         """Ranks.least."""
         return number
+
+    def of_first(self, message: Call) -> Call:
+        """Ranks.of_first."""
+        return message

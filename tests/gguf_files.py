@@ -23,8 +23,8 @@ _SCALES = {
 
 
 def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """Matrices [..., columns] in a block type, [..., bytes of a row]. Where the gguf package does not
-    write that type: random bits, with small scales.
+    """Matrices [..., columns] in a block type, [..., bytes of a row]. Where the gguf package does
+    not write that type: random bits, with small scales.
     """
     try:
         return gguf.quants.quantize(array, kind)

@@ -70,17 +70,27 @@ class _Rank(Silent):
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         self.sums += 1
-        parts = self._meeting.exchange(self.index, part.clone())
+        parts = self._together("sum", part.clone())
+        assert {(it.shape, it.dtype) for it in parts} == {(part.shape, part.dtype)}
         return part.copy_(sum(parts[1:], parts[0]))
 
     def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         self.gathers += 1
-        parts = self._meeting.exchange(self.index, part.clone())
+        parts = self._together("gather", part.clone())
         assert [it.shape[1] for it in parts] == list(widths)
         return torch.cat(parts, 1) if self.index == 0 else part.new_empty(part.shape[0], 0)
 
     def least(self, number: int) -> int:
-        return min(self._meeting.exchange(self.index, number))
+        return min(self._together("least", number))
+
+    def of_first(self, message: Call) -> Call:
+        return self._together("of_first", message)[0]
+
+    def _together(self, kind: str, part: Any) -> list[Any]:
+        """What all ranks bring, who must do the same."""
+        kinds, parts = zip(*self._meeting.exchange(self.index, (kind, part)), strict=True)
+        assert set(kinds) == {kind}
+        return list(parts)
 
     def mail(self, of: int, to: int) -> queue.Queue[Any]:
         return self._meeting.mail(of, to)

@@ -83,8 +83,10 @@ class Execution:
         resolved, memory, sizes = self.resolved, self.memory, self.resolved.sizes
         if resolved.memory.placement.uses_processor:
             check_processor()
-        graphs = self._records_graphs()
-        recorder: Recorder | None = CudaRecorder(memory.device) if graphs else None
+        graphs, recorder = self._records_graphs(), None
+        if graphs:
+            with memory.typed_errors(), memory.current():
+                recorder = CudaRecorder(memory.device)
         try:
             loaded = self._loaded(link, tracer)
         except CannotSplitError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -28,9 +28,10 @@ from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Share, mlp_unit
 from triforce_core.plan.by_time import Whole
+from triforce_core.plan.choice import Peers
 from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.formats import element_type, storable_pieces, with_asked_formats
-from triforce_core.plan.machine import Agreed, Room
+from triforce_core.plan.machine import Room
 from triforce_core.plan.resolve import resolve
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MTP, EngineConfig
@@ -42,7 +43,7 @@ from triforce_offload.memory.available import available_host_bytes
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostMemory
 from triforce_offload.plan.memory_plan import READ_AHEAD
-from triforce_offload.ranks import Alone, Ranks
+from triforce_offload.ranks import Alone, Call, Ranks
 
 
 def load(
@@ -77,17 +78,17 @@ def load(
         except CannotSplitError as error:
             # All ranks start over together.
             unsplit |= error.names
-            _say_what_is_not_split(unsplit)
+            if not ranks.index:
+                _say_what_is_not_split(error.names)
 
 
 def _say_what_is_not_split(names: frozenset[str]) -> None:
-    """names: of matrices; empty if they are other ranks'"""
-    kept = f"{len(names)} matrices are not split, {min(names, default='')} among them"
-    if len(names) < 2:
-        kept = f"{min(names, default='a matrix of another GPU')} is not split"
+    """names: of the matrices that were found; empty if they are other ranks'"""
+    which = min(names, default="a matrix of another GPU")
+    others = f"{len(names)} matrices are not split, {which} among them"
     warnings.warn(
-        f"{kept}, with more numbers far below others than the split format has room for; the model "
-        "is read once more",
+        f"{others if len(names) > 1 else f'{which} is not split'}, with more numbers far below "
+        "others than the split format has room for; the model is read once more",
         RuntimeWarning,
         stacklevel=3,
     )
@@ -134,13 +135,13 @@ def _load(
         stack.callback(memory.close)
         hardware = agreed_rates(rates(device, dtype, link.bandwidth), ranks)
 
-        def resolved(drafter: ReadableDrafter | None, agreed: Agreed) -> Resolved:
+        def resolved(drafter: ReadableDrafter | None, peers: Peers) -> Resolved:
             available = replace(room, device_bytes=memory.available_bytes)
             return resolve(
                 *(asked(drafter), config, available, pieces, unsplit),
                 hardware=hardware,
                 whole=_whole(sizes, whole, drafter and with_head) if share else None,
-                agreed=agreed,
+                peers=peers,
             )
 
         chosen, drafter = _with_drafter(resolved, drafter, config, ranks)
@@ -156,7 +157,7 @@ def _load(
 
 
 def _with_drafter(
-    resolved: Callable[[ReadableDrafter | None, Agreed], Resolved],
+    resolved: Callable[[ReadableDrafter | None, Peers], Resolved],
     drafter: ReadableDrafter | None,
     config: EngineConfig,
     ranks: Ranks,
@@ -165,7 +166,7 @@ def _with_drafter(
     without it is faster; or, with a warning, if one of several ranks that share the model has no
     room for its part.
 
-    resolved: returns the plan with a drafter, given what agrees on a budget
+    resolved: returns the plan with a drafter
     Raises UsageError or DoesNotFitError.
     """
     chosen = None
@@ -175,10 +176,10 @@ def _with_drafter(
             drafter = None
             if not ranks.index:
                 _say_that_it_is_left_out()
-    chosen = chosen or resolved(drafter, ranks.least)
+    chosen = chosen or resolved(drafter, ranks)
     if _may_leave_out(drafter, config) and chosen.seconds_per_token:
         # Its memory may be worth more than its drafts.
-        without = resolved(None, ranks.least)
+        without = resolved(None, ranks)
         if (without.seconds_per_token or inf) < chosen.seconds_per_token:
             return without, None
     return chosen, drafter
@@ -200,19 +201,33 @@ class _NoRoomElsewhereError(Exception):
     """Another rank has no room for its share."""
 
 
-def _if_all_fit(resolved: Callable[[Agreed], Resolved], ranks: Ranks) -> Resolved | None:
-    """Return what `resolved` does, given what agrees on a number; None on all ranks if one of them
-    has no room.
-    """
+@dataclass(frozen=True)
+class _Watching:
+    """Ranks of which one may say that it has no room, by a number below 0."""
 
-    def agreed(number: int) -> int:
-        if (least := ranks.least(number)) < 0:
+    ranks: Ranks
+
+    @property
+    def index(self) -> int:
+        return self.ranks.index
+
+    def least(self, number: int) -> int:
+        """Ranks.least. Raises _NoRoomElsewhereError."""
+        if (least := self.ranks.least(number)) < 0:
             raise _NoRoomElsewhereError
         return least
 
+    def of_first(self, message: Call) -> Call:
+        """Ranks.of_first."""
+        return self.ranks.of_first(message)
+
+
+def _if_all_fit(resolved: Callable[[Peers], Resolved], ranks: Ranks) -> Resolved | None:
+    """Return what `resolved` does; None on all ranks if one of them has no room."""
+    peers = _Watching(ranks)
     try:
-        found = resolved(agreed)
-        agreed(0)
+        found = resolved(peers)
+        peers.least(0)
     except _NoRoomElsewhereError:
         return None
     except DoesNotFitError:

@@ -17,6 +17,7 @@ from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.link.waiting import come
+from triforce_offload.ranks import Ranks
 from triforce_offload.weights.layouts import Views
 from triforce_offload.weights.locations import processor_dtype
 
@@ -48,6 +49,22 @@ def hidden_for(weights: Views, hidden: torch.Tensor, here: Place) -> torch.Tenso
     if not weights.by_processor:
         return here.take(hidden)
     return moved(hidden, device_of(weights)).to(processor_dtype(here.dtype))
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over ranks of what they add to the hidden states, in the dtype of the device: a layer
+    may be on the device of one rank, and computed by the processor, in float32, for another.
+    """
+
+    ranks: Ranks
+    dtype: torch.dtype
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' parts, in the dtype of this one. Raises RankError."""
+        if self.ranks.count == 1 or part.dtype == self.dtype:
+            return self.ranks.sum(part)
+        return self.ranks.sum(part.to(self.dtype)).to(part.dtype)
 
 
 def batch_on(batch: ForwardBatch, device: torch.device) -> ForwardBatch:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from triforce_core.model.elsewhere import moved
+from triforce_core.model.elsewhere import Sums, moved
 from triforce_core.model.feed_forward import (
     Activation,
     DenseMLP,
@@ -25,7 +25,6 @@ from triforce_kernels.layer import clamped_swiglu, geglu, rms_norm, swiglu
 from triforce_kernels.weights import inputs
 from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
-from triforce_offload.ranks import Ranks
 from triforce_offload.weights.layouts import Pool, Views
 from triforce_offload.weights.locations import processor_dtype
 
@@ -55,22 +54,22 @@ class MLPLayer(Protocol):
 class WholeMLP:
     """An MLP over every token."""
 
-    def __init__(self, spec: DenseMLP, norm: Norm, ranks: Ranks) -> None:
+    def __init__(self, spec: DenseMLP, norm: Norm, sums: Sums) -> None:
         self._gated = _GATED[spec.activation]
-        self._ranks = ranks
+        self._sums = sums
 
     def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """MLPLayer.__call__."""
-        return self._ranks.sum(linear(self._gated(linear(normed, w["gate_up"])), w["down"]))
+        return self._sums.sum(linear(self._gated(linear(normed, w["gate_up"])), w["down"]))
 
 
 class ExpertsMLP:
     """Experts that a router chooses for each token, and those that every token goes through."""
 
-    def __init__(self, spec: Experts, norm: Norm, ranks: Ranks) -> None:
+    def __init__(self, spec: Experts, norm: Norm, sums: Sums) -> None:
         self._spec = spec
         self._norm = norm
-        self._ranks = ranks
+        self._sums = sums
         self._gated = _GATED[spec.activation]
         router = spec.router
         self._choice = Choice(
@@ -95,7 +94,7 @@ class ExpertsMLP:
             if spec.gated_shared:
                 shared *= sigmoid(linear(wide, w["shared_gate"]))
             out += shared
-        return self._ranks.sum(out)
+        return self._sums.sum(out)
 
     def _experts(
         self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -155,7 +154,7 @@ class ExpertsMLP:
         gate_up = torch.cat((w["experts_gate_bias"], w["experts_up_bias"]), 1)
         down = w["experts_down_bias"].to(dtype)
         # Only one rank adds the bias of outputs, before the sum over ranks.
-        return gate_up.to(dtype), torch.zeros_like(down) if self._ranks.index else down
+        return gate_up.to(dtype), torch.zeros_like(down) if self._sums.ranks.index else down
 
     def _outputs(
         self,
@@ -190,8 +189,8 @@ class ExpertsBesideMLP(ExpertsMLP):
         weights = weights * w["expert_scale"][chosen]
         experts = self._experts(w, norm(hidden, w["experts_norm"]), chosen, weights)
         dense = self._shared(w, normed)
-        if self._ranks.count > 1:
-            dense, experts = self._ranks.sum(torch.stack((dense, experts)))
+        if self._sums.ranks.count > 1:
+            dense, experts = self._sums.sum(torch.stack((dense, experts)))
         dense = norm(dense, w["dense_out_norm"])
         return dense.add_(norm(experts, w["experts_out_norm"]))
 
@@ -201,7 +200,7 @@ def _no_mlp(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
 
 
 def mlp_layer(
-    spec: LayerSpec, norm: Norm, ranks: Ranks
+    spec: LayerSpec, norm: Norm, sums: Sums
 ) -> Callable[[Views, torch.Tensor, torch.Tensor], torch.Tensor | None]:
     """Return the computation of a layer's MLP with its norm.
 
@@ -209,11 +208,11 @@ def mlp_layer(
     [rows, hidden] each, which it adds in place. It returns the MLP's output, [rows, hidden], or
     None if the layer has no MLP.
 
-    ranks: those that share the MLP's columns
+    sums: over the ranks that share the MLP's columns
     """
     if isinstance(spec.mlp, NoMLP):
         return _no_mlp
-    mlp: MLPLayer = _KINDS[type(spec.mlp)](spec.mlp, norm, ranks)
+    mlp: MLPLayer = _KINDS[type(spec.mlp)](spec.mlp, norm, sums)
 
     def layer(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor | None:
         if spec.parallel:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from triforce_core.model.config import ModelConfig, RotationKind
-from triforce_core.model.elsewhere import CacheElsewhere, Place, batch_on, hidden_for
+from triforce_core.model.elsewhere import CacheElsewhere, Place, Sums, batch_on, hidden_for
 from triforce_core.model.fused import FusedLayer
 from triforce_core.model.heads.taps import Taps
 from triforce_core.model.layers import LayerSpec
@@ -50,8 +50,8 @@ class Model:
     """The forward pass. Holds everything except the layers: embedding, norm, head and rope.
 
     If ranks share the model, each has some heads, some MLP columns and some vocabulary rows
-    (Megatron-LM, Shoeybi et al., 2019). A forward then takes two sums over ranks per layer, one sum
-    of the embeddings and one gathering of logits.
+    (Megatron-LM, Shoeybi et al., 2019). A forward then takes two sums over ranks per layer, one
+    more for norms over parts of several ranks, one of the embeddings and one gathering of logits.
 
     config: config of this rank's share
     ends: weights before the first layer and after the last
@@ -85,7 +85,8 @@ class Model:
             mixer_layer(spec, self._norm, place, self.ranks)
             for spec, place in zip(config.layers, config.kv_places, strict=True)
         ]
-        self._mlps = [mlp_layer(spec, self._norm, self.ranks) for spec in config.layers]
+        self._sums = Sums(self.ranks, ends.norm.dtype)
+        self._mlps = [mlp_layer(spec, self._norm, self._sums) for spec in config.layers]
 
     def for_drafts(self) -> Model:
         """Return this model without the same bits, which drafts need not have, where they cost
@@ -271,7 +272,7 @@ class Model:
         if after and self.ranks.count == 1 and after.fits(mixed, hidden):
             after.run(mixed, hidden)
             return
-        mixed = self.ranks.sum(linear(mixed, w["o"], w.get("o_bias")))
+        mixed = self._sums.sum(linear(mixed, w["o"], w.get("o_bias")))
         mixed = self._added(spec, w.get("mixer_norm"), mixed)
         computed = self._mlps[index](w, hidden, mixed)
         if computed is not None:

@@ -137,6 +137,13 @@ class Follower(Silent):
         self._commands.send(number)
         return self._commands.receive()
 
+    def of_first(self, message: Call) -> Call:
+        """See Ranks.of_first."""
+        found = self._commands.receive()
+        if type(found) is not type(message):
+            raise DamagedMessageError(f"{found!r} came in place of a {type(message).__name__}")
+        return found
+
     def give(self, tensor: torch.Tensor) -> None:
         """See Ranks.give."""
         self._commands.send_tensor(tensor)

@@ -165,6 +165,13 @@ class Leader:
                 wire.send(least)
             return least
 
+    def of_first(self, message: Call) -> Call:
+        """See Ranks.of_first."""
+        with self._guarded():
+            for wire in self._wires.values():
+                wire.send(message)
+        return message
+
     def tell(self, call: Call) -> None:
         """See Ranks.tell."""
         if not self._wires:

@@ -15,6 +15,7 @@ import torch
 
 from triforce_core.decoding.contexts.calls import CALLS
 from triforce_core.machine_settings import MachineSettings
+from triforce_core.plan.choice import Choice
 from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_offload.errors import RankError, UsageError
 from triforce_offload.link.trace import Span
@@ -86,7 +87,7 @@ _RECORDS: dict[str, type] = {
     for kind in (
         *CALLS,
         *(Tokens, Failure, Sizes, Span),
-        *(EngineConfig, MachineSettings, MethodSettings, Placement),
+        *(EngineConfig, MachineSettings, MethodSettings, Placement, Choice),
     )
 }
 # JSON objects stand for these types: an object gives the kind and the parts of a value.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.params import SamplingParams
-from triforce_core.plan.formats import SPLITS, may_split_weights, split_weights
-from triforce_core.plan.machine import Agreed, Room
+from triforce_core.plan.formats import SPLITS, may_split_weights
+from triforce_core.plan.machine import Room
 from triforce_core.plan.simulation.acceptance_curve import (
     HEAD_ACCEPTANCE,
     MODEL_ACCEPTANCE,
@@ -21,7 +21,7 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, LEAST_BUDGET, EngineConfig
-from triforce_offload.machine.processor import ProcessorRates, measure_processor
+from triforce_offload.machine.processor import measure_processor
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
 from triforce_offload.plan.placing import for_processor
@@ -55,18 +55,13 @@ def decides(config: EngineConfig, sizes: ModelSizes) -> bool:
 
 
 def fastest(
-    sizes: ModelSizes,
-    config: EngineConfig,
-    room: Room,
-    model: Whole,
-    hardware: Hardware,
-    agreed: Agreed,
+    sizes: ModelSizes, config: EngineConfig, room: Room, model: Whole, hardware: Hardware
 ) -> Candidate:
     """Return the plan with the least simulated seconds per token, as `triforce plan` does. The
     processor is measured if it may compute layers.
 
-    sizes: of this rank, in the formats that were asked for
-    room, hardware: the same on all ranks
+    sizes: of the first rank, in the formats that were asked for
+    room: memory that every rank has
     Raises UsageError or DoesNotFitError.
     """
     case = _case(sizes, config, room, model, hardware)
@@ -75,27 +70,17 @@ def fastest(
         # Rows that the processor computed would have other bits.
         may = config.host_compute == AUTO and not sizes.same_bits
         away = for_processor(best.memory) or best.memory.kv.away
-        if not (may and away):
+        if not (may and away and measure_processor()):
             return best
-    rates = _measured(hardware.gpus, agreed)
-    if rates is None:
-        # Where a share is asked for there are kernels (`decides`).
-        return best
+    # Without kernels, seconds do not decide where a share is asked for (`decides`).
+    rates = measure_processor()
+    # The other ranks wait meanwhile. Some of the cores read memory nearly as fast as all of them.
     hardware = replace(
         case.hardware,
         processor_bytes_per_second=rates.bytes_per_second,
-        host_flops_per_second=rates.flops_per_second,
+        host_flops_per_second=case.hardware.gpus * rates.flops_per_second,
     )
     return choose(replace(case, hardware=hardware))
-
-
-def _measured(gpus: int, agreed: Agreed) -> ProcessorRates | None:
-    """Return the rates of the processor for all ranks together, None without kernels. Ranks measure
-    at the same time, as they compute.
-    """
-    agreed(0)
-    least = [agreed(int(rate)) for rate in measure_processor() or (0, 0)]
-    return ProcessorRates(*(gpus * rate for rate in least)) if all(least) else None
 
 
 def _case(
@@ -133,23 +118,6 @@ def _case(
         fixed=fixed,
         device=sizes.device,
     )
-
-
-def with_choice(
-    sizes: ModelSizes, best: Candidate, pieces: Pieces, unsplit: Collection[str]
-) -> ModelSizes:
-    """Return the sizes in the formats of a plan, with its retrieval cache and its draft copies in
-    as many bits.
-
-    pieces: of this rank's quantised matrices
-    """
-    layouts = sizes.layouts
-    if best.case.split and not sizes.weights.split:
-        which, pieces = best.case.split, best.case.pieces and pieces
-        layouts = split_weights(which, sizes.config, sizes.dtype, unsplit, pieces)
-    chosen = best.plan.method
-    method = replace(sizes.method, draft_kv=chosen.draft_kv, copy_bits=chosen.copy_bits)
-    return replace(sizes, layouts=layouts, kv_split=best.case.split_kv, method=method)
 
 
 def budgets_below(budget: int) -> Iterator[int]:

@@ -45,10 +45,6 @@ class Device:
         return MOST_SPLITS if self.kernels else 1
 
 
-# Returns the least number that any rank has, given this rank's.
-Agreed = Callable[[int], int]
-
-
 @dataclass(frozen=True)
 class Room:
     """Memory that a plan may take on each of `gpus` equal devices, in bytes.
@@ -67,13 +63,13 @@ class Room:
     reads_files: bool = False
     gpus: int = 1
 
-    def agreed(self, agreed: Agreed) -> Room:
-        """Return the memory that every rank has."""
+    def agreed(self, least: Callable[[int], int]) -> Room:
+        """Return the memory that every rank has. least: returns the least number of all ranks"""
 
-        def least(nbytes: int | None) -> int | None:
-            return None if nbytes is None else agreed(nbytes)
+        def of_all(nbytes: int | None) -> int | None:
+            return None if nbytes is None else least(nbytes)
 
-        device, host, limit = map(least, (self.device_bytes, self.host_bytes, self.host_limit))
+        device, host, limit = map(of_all, (self.device_bytes, self.host_bytes, self.host_limit))
         return replace(self, device_bytes=device, host_bytes=host, host_limit=limit)
 
     def with_files(self, plan: MemoryPlan) -> MemoryPlan:

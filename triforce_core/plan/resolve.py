@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan import by_time
 from triforce_core.plan.by_time import Whole
+from triforce_core.plan.choice import Choice, Peers
 from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, with_what_fits
 from triforce_core.plan.formats import with_split_unasked
-from triforce_core.plan.machine import Agreed, Room
+from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, EngineConfig
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import Hardware
+from triforce_offload.ranks import Alone
+
+ALONE = Alone()
 
 
 def resolve(
@@ -27,64 +31,61 @@ def resolve(
     *,
     hardware: Hardware | None = None,
     whole: Whole | None = None,
-    agreed: Agreed = lambda number: number,
+    peers: Peers = ALONE,
 ) -> Resolved:
     """Choose what the settings leave open, within the available memory.
 
     sizes: sizes in the formats that the settings ask for (`formats.with_asked_formats`)
     pieces: of quantised matrices. unsplit: matrices that cannot be split
-    hardware: rates of the device, the same on all ranks; None if they are not known: a rule by
-        bytes decides then
+    hardware: rates of the device; None if they are not known: a rule by bytes decides then
     whole: the model of which this rank has a share; None if it has the whole model
-    agreed: returns the least number that any rank has, given this rank's
+    peers: the ranks that share the model
 
     Raises UsageError, or DoesNotFitError, which says what would fit.
     """
-    resolved = None
-    if hardware is not None and by_time.decides(config, sizes):
+    alone, room_of_all = whole is None, room.agreed(peers.least)
+    choice = Choice()
+    if not peers.index and hardware is not None and by_time.decides(config, sizes):
         model = whole or Whole(sizes.config, sizes.drafter, pieces)
-        resolved = _by_time(sizes, config, room, pieces, model, unsplit, hardware, agreed)
-    alone = whole is None
-    return resolved or _by_rule(sizes, config, room, unsplit, alone=alone, agreed=agreed)
+        with suppress(DoesNotFitError):
+            best = by_time.fastest(sizes, config, room_of_all, model, hardware)
+            choice = Choice.of(best)
+    choice = peers.of_first(choice)
+    resolved = None
+    if choice.decided:
+        resolved = _by_time(choice, sizes, config, room, pieces, unsplit, peers)
+    return resolved or _by_rule(sizes, config, room, unsplit, alone=alone, agreed=peers.least)
 
 
 def _by_time(
+    choice: Choice,
     sizes: ModelSizes,
     config: EngineConfig,
     room: Room,
     pieces: Pieces,
-    model: Whole,
     unsplit: Collection[str],
-    hardware: Hardware,
-    agreed: Agreed,
+    peers: Peers,
 ) -> Resolved | None:
-    """Return what `triforce plan` chooses, None if the engine has no room for it. All ranks come to
-    the same end, since they choose from the same numbers.
-    """
-    try:
-        best = by_time.fastest(sizes, config, room.agreed(agreed), model, hardware, agreed)
-    except DoesNotFitError:
-        return None
-    shares = ProcessorShares.of(best.memory)
-    chosen = by_time.with_choice(sizes, best, pieces, unsplit)
-    if not best.plan.budget:
+    """Return a choice as this rank has room for it, None if a rank has none."""
+    chosen = choice.sizes(sizes, pieces, unsplit)
+    if not choice.budget:
         budgets: Iterable[int] = (0,)
     elif sizes.method.budget is not None:
         budgets = (sizes.method.budget,)
     else:
-        budgets = by_time.budgets_below(best.plan.budget)
+        budgets = by_time.budgets_below(choice.budget)
     for budget in budgets:
         method = replace(chosen.method, budget=budget) if budget else chosen.method
         fitted = None
         with suppress(DoesNotFitError):
-            fitted = placed(replace(chosen, method=method), config, room, budget, shares)
-        if not agreed(int(fitted is not None)):
+            fitted = placed(replace(chosen, method=method), config, room, budget, choice.shares)
+        if not peers.least(int(fitted is not None)):
             continue
         # Layers that passes read from files would be split in each pass.
         splits = chosen.weights.split and not sizes.weights.split
-        if not agreed(int(not (splits and fitted.memory.weights_file_bytes))):
+        if not peers.least(int(not (splits and fitted.memory.weights_file_bytes))):
             return None
-        return replace(fitted, sizes=chosen, seconds_per_token=best.seconds_per_token)
+        return replace(fitted, sizes=chosen, seconds_per_token=choice.seconds_per_token)
     return None
 
 
@@ -95,7 +96,7 @@ def _by_rule(
     unsplit: Collection[str],
     *,
     alone: bool,
-    agreed: Agreed,
+    agreed: Callable[[int], int],
 ) -> Resolved:
     asked, fitting = sizes, _fitting_smaller_copies_too if alone else _fitting
     sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from helpers import PLACEMENTS, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
+
+from triforce_core.plan import resolve
+from triforce_kernels.host.library import library
 
 PROMPT, NEW = random_ids(60), 16
 WEIGHTS = PLACEMENTS["weights"]
@@ -55,3 +59,29 @@ def test_a_share_may_be_asked_for(tiny, leaders, share: float) -> None:
         crossed.append([rank["bytes_to_device"] for rank in result.stats["ranks"]])
     for none, some in zip(*crossed, strict=True):
         assert (some == 0) if share == 1 else (0 < some < none)
+
+
+@pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "olmo2"])
+def test_one_rank_may_have_a_layer_that_the_processor_computes_for_another(
+    tiny, leaders, monkeypatch, family: str
+) -> None:
+    """The processor computes in float32, the device in bfloat16: `thread_ranks` checks that all
+    ranks add the same kind of numbers.
+    """
+    path, _ = tiny(family)
+    placed, plans = resolve.placed, []
+
+    def unlike(*arguments: object, **options: object) -> object:
+        found = placed(*arguments, **options)
+        if threading.current_thread() is not threading.main_thread():
+            found = replace(found, memory=found.memory.placed(processor_layers=(1,)))
+        plans.append(found.memory.placement.processor_layers)
+        return found
+
+    monkeypatch.setattr(resolve, "placed", unlike)
+    options = {"method": "speculative", "dtype": "bfloat16", "same_bits": "off"}
+    with engine(path, 2, PLACED["layers"], **options) as ours:
+        result = ours.generate(PROMPT, greedy(NEW))
+    assert sorted(plans) == [(0, 2), (1,)]
+    assert len({rank["checksum"] for rank in result.stats["ranks"]}) == 1

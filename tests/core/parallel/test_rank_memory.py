@@ -17,7 +17,7 @@ from triforce_core.loading.load import load
 from triforce_core.loading.start import Loaded
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.settings import EngineConfig
-from triforce_offload.ranks import Silent
+from triforce_offload.ranks import Call, Silent
 
 
 class Deaf(Silent):
@@ -40,6 +40,9 @@ class Deaf(Silent):
 
     def least(self, number: int) -> int:
         return number
+
+    def of_first(self, message: Call) -> Call:
+        return message
 
 
 @pytest.mark.one_in(8)

@@ -8,14 +8,16 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import PLACEMENTS, random_ids
+from helpers import PLACEMENTS, add_head, make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.contexts.calls import Begin, RunPass
+from triforce_core.decoding.contexts.calls import Begin, Close, Open, RunHead, RunPass
 from triforce_core.requests.stream import Completion
 from triforce_offload.copies import PassCopies
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.runtime import Runtime
 
 NEW = 20
 PLACED = {name: PLACEMENTS[name] for name in ("resident", "kv", "int4")}
@@ -138,3 +140,37 @@ def test_copies_of_a_pass_are_begun_over_all_its_sequences(tiny, leaders, monkey
     assert first == second
     assert first.count(3) > NEW // 2
     assert leaders[0].calls.count(Begin) > 0
+
+
+def test_a_head_drafts_for_each_of_several_sequences(tmp_path, leaders) -> None:
+    model = make_model("qwen3_5", tmp_path)
+    add_head(tmp_path, model)
+    with running(tmp_path, 2, "kv", "retrieval", draft="mtp", inner_draft_tokens=3) as ours:
+        results = ours.generate_all(prompts(), greedy(NEW))
+    assert leaders[0].calls.count(RunHead) > 0
+    for prompt, result in zip(prompts(), results, strict=True):
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+        theirs = theirs[0, len(prompt) :].tolist()
+        assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
+
+
+def test_a_context_that_the_first_rank_has_no_room_for_is_closed_on_all(
+    tiny, leaders, monkeypatch
+) -> None:
+    path, _ = tiny("llama")
+    sequence = Runtime.sequence
+    refused: list[int] = []
+
+    def limited(self: Runtime) -> object:
+        if threading.current_thread() is threading.main_thread() and not refused:
+            refused.append(1)
+            raise DoesNotFitError("a context", 2, 1, "planted")
+        return sequence(self)
+
+    with running(path, 2, "kv", "speculative") as ours:
+        monkeypatch.setattr(Runtime, "sequence", limited)
+        with pytest.raises(DoesNotFitError):
+            ours.generate(prompts()[1], greedy(NEW))
+        assert ours.generate(prompts()[1], greedy(NEW)).token_ids
+        calls = leaders[0].calls
+        assert calls.count(Open) - calls.count(Close) == 1, "the second one is kept"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
@@ -13,6 +14,7 @@ from triforce_core.model.known.shapes import read_model, read_shape
 from triforce_core.model.sharing.share import Share, mlp_unit
 from triforce_core.plan import by_time
 from triforce_core.plan.by_time import Whole
+from triforce_core.plan.choice import Choice
 from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.formats import with_asked_formats
 from triforce_core.plan.machine import Device, Room
@@ -25,6 +27,7 @@ from triforce_offload.errors import DoesNotFitError
 from triforce_offload.machine.processor import ProcessorRates
 from triforce_offload.machine.profiles import Hardware, known, named
 from triforce_offload.memory.available import LIBRARY_BYTES
+from triforce_offload.ranks import Alone
 from triforce_offload.weights.formats import DTYPES
 
 GIB = 1 << 30
@@ -158,13 +161,16 @@ def test_ranks_try_copies_in_3_bits_together(*, later: bool) -> None:
     sizes = ModelSizes(read_shape("qwen2.5-32b"), DTYPES["bfloat16"], 8192, config.method)
     asked: list[int] = []
 
-    def agreed(budget: int) -> int:
-        asked.append(budget)
-        return budget if later and len(asked) > 1 else 0
+    class Peer(Alone):
+        def least(self, number: int) -> int:
+            if number in (room.device_bytes, room.host_bytes):
+                return number
+            asked.append(number)
+            return number if later and len(asked) > 1 else 0
 
     room = Room(22 * GIB, 512 * GIB)
     whole = Whole(sizes.config, None, dense)
-    found = resolve(sizes, config, room, dense, whole=whole, agreed=agreed)
+    found = resolve(sizes, config, room, dense, whole=whole, peers=Peer())
     assert len(asked) == 2
     assert min(asked) > 0
     assert found.budget == (asked[1] if later else 0)
@@ -173,26 +179,41 @@ def test_ranks_try_copies_in_3_bits_together(*, later: bool) -> None:
 
 
 class _Meeting:
-    """Where ranks that are threads agree on the least number."""
+    """Where ranks that are threads meet, who must all do the same."""
 
     def __init__(self, ranks: int) -> None:
-        self._numbers = [0] * ranks
+        self._brought: list[tuple[str, object]] = [("", None)] * ranks
         self._all = threading.Barrier(ranks, timeout=60)
 
-    def agreed(self, rank: int) -> Callable[[int], int]:
-        def least(number: int) -> int:
-            self._numbers[rank] = number
-            self._all.wait()
-            found = min(self._numbers)
-            self._all.wait()
-            return found
-
-        return least
+    def together(self, rank: int, kind: str, part: object) -> list[object]:
+        self._brought[rank] = kind, part
+        self._all.wait()
+        kinds, parts = zip(*self._brought, strict=True)
+        self._all.wait()
+        assert set(kinds) == {kind}
+        return list(parts)
 
 
-def on_ranks(model: str, context: int, rooms: Sequence[Room]) -> list[Resolved]:
-    """What each of several ranks chooses, each with an RTX 4090."""
-    shape, config = read_model(model), EngineConfig().changed(dtype="bfloat16")
+class _Peer(NamedTuple):
+    """One of the ranks."""
+
+    meeting: _Meeting
+    index: int
+
+    def least(self, number: int) -> int:
+        return min(self.meeting.together(self.index, "least", number))
+
+    def of_first(self, message: Choice) -> Choice:
+        return self.meeting.together(self.index, "of_first", message)[0]
+
+
+def on_ranks(
+    model: str, context: int, rooms: Sequence[Room], draft: str | None = None, **fields: object
+) -> list[Resolved]:
+    """What each of several ranks chooses, each with an RTX 4090. The first one has the draft model,
+    if there is one.
+    """
+    shape, config = read_model(model), EngineConfig().changed(dtype="bfloat16", **fields)
     pieces = shape.pieces or dense
     meeting, rates = _Meeting(len(rooms)), replace(named("rtx4090"), gpus=len(rooms))
     unit = {"unit": mlp_unit(shape.config, pieces)} if shape.pieces else {}
@@ -200,13 +221,18 @@ def on_ranks(model: str, context: int, rooms: Sequence[Room]) -> list[Resolved]:
     def rank(index: int) -> Resolved:
         share = Share.of(shape.config, index, len(rooms), **unit)
         own = share.pieces(pieces) if shape.pieces else dense
-        sizes = ModelSizes(*(share.config, DTYPES["bfloat16"], context, config.method), device=GPU)
+        drafter = read_shape(draft).as_drafter if draft and not index else None
+        sizes = ModelSizes(
+            *(share.config, DTYPES["bfloat16"], context, config.method),
+            drafter=drafter,
+            device=GPU,
+        )
         sizes = with_asked_formats(sizes, config, own, rooms[index])
         return resolve(
             *(sizes, config, rooms[index], own),
             hardware=rates,
-            whole=Whole(shape.config, None, pieces),
-            agreed=meeting.agreed(index),
+            whole=Whole(shape.config, drafter, pieces),
+            peers=_Peer(meeting, index),
         )
 
     with ThreadPoolExecutor(len(rooms)) as threads:
@@ -259,18 +285,27 @@ def test_ranks_choose_alike_with_different_memory() -> None:
     assert first.memory.link_bytes < second.memory.link_bytes
 
 
-def test_the_processor_computes_for_all_ranks(monkeypatch) -> None:
-    rates = [ProcessorRates(30e9, 0.5e12), ProcessorRates(20e9, 0.6e12)]
-    given = iter(rates)
-    monkeypatch.setattr(by_time, "measure_processor", lambda: next(given))
+def test_ranks_choose_alike_where_the_first_has_a_draft_model() -> None:
+    first, second = on_ranks("llama2-7b-128k", 16384, (room(), room()), draft="llama-68m")
+    assert first.budget == second.budget > 0
+    assert first.seconds_per_token == second.seconds_per_token
+
+
+@pytest.mark.parametrize("host_compute", ["auto", 0.5])
+def test_the_processor_computes_for_all_ranks(monkeypatch, host_compute: float | str) -> None:
+    rates = ProcessorRates(40e9, 0.6e12)
+    monkeypatch.setattr(by_time, "measure_processor", lambda: rates)
     chosen, choose = [], by_time.choose
     monkeypatch.setattr(by_time, "choose", lambda case: chosen.append(case) or choose(case))
-    first, second = on_ranks("gpt-oss-120b:MXFP4", 32768, (room(), room()))
+    options = {"host_compute": host_compute}
+    first, second = on_ranks("gpt-oss-120b:MXFP4", 32768, (room(), room()), **options)
     for found in (first, second):
         placement = found.memory.placement
-        assert placement.expert_slots > 0
-        assert set(placement.expert_layers) == set(placement.processor_layers)
-    known = {case.hardware.processor_bytes_per_second for case in chosen}
-    assert known == {None, 40e9}, "twice that of the slower one"
+        assert placement.processor_layers
+        assert set(placement.processor_layers) <= set(placement.expert_layers)
+    known = chosen[-1].hardware
+    assert known.processor_bytes_per_second == 40e9
+    assert known.host_flops_per_second == 1.2e12, "each rank has a part of the cores"
     slots = [found.memory.placement.expert_slots for found in (first, second)]
     assert slots == sorted(slots), "the second rank has fewer columns of each expert"
+    assert bool(slots[0]) == (host_compute == "auto")

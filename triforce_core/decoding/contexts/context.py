@@ -63,6 +63,8 @@ class Context:
         self._rotated_alike = True
         self.link_when_prefilled, self.passes_when_prefilled = LinkCounters(), PassCounters()
         with ExitStack() as stack:
+            # If this rank has no memory for a context, the others need none.
+            stack.callback(self._tell_closed)
             self.sequence = models.runtime.sequence()
             stack.callback(self.sequence.close)
             self.levels = DraftLevels(models, self.sequence, self.tell)
@@ -217,10 +219,12 @@ class Context:
 
     def close(self) -> None:
         """Release all memory."""
+        self._resources.close()
+
+    def _tell_closed(self) -> None:
         # Lost ranks need no notice.
         with suppress(RankError):
-            self.tell(calls.Close())
-        self._resources.close()
+            self.models.ranks.tell(calls.Close(context=self.number))
 
     def _pass(self, batch: ForwardBatch, each_layer: Callable[[int], None]) -> torch.Tensor:
         """Prefill with an ordinary pass. Return the last row's hidden state, [1, hidden]."""

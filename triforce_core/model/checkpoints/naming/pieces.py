@@ -69,7 +69,9 @@ class Piece:
         part = replace(self, rows=rows)
         if window.matrices > 1:
             part = replace(part, order=alternating(rows // window.matrices, window.matrices))
-        if isinstance(columns, range) and self.change:
+        if columns is not None and self.change:
+            assert isinstance(columns, range)
+            assert self.columns is not None, "all stored columns are read"
             part = replace(part, change=_cut_after(self.change, columns))
         elif isinstance(columns, tuple):
             part = replace(part, column_ranges=columns)
