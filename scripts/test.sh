@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint and tests, a process a core (four at most). Arguments go to pytest; --all runs slow tests and
-# whole grids too.
+# whole grids too, --part 0/3 a third of these.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 use_venv "${EXTRAS:-[test,docs]}"

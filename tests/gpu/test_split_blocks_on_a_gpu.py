@@ -72,7 +72,8 @@ def test_text_is_that_of_the_cpu(quantised, expected, method: str, streamed: tup
         assert crossed >= result.stats["passes"] * sum(low[layer] for layer in streamed)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("qwen3", "FP8"), ("llama", "Q6_K")])
+@pytest.mark.first
+@pytest.mark.parametrize(("family", "kind"), [("llama", "Q6_K"), ("qwen3", "FP8")])
 def test_seconds_choose_to_split_what_would_stream(
     tmp_path, monkeypatch, family: str, kind: str
 ) -> None:
