@@ -26,7 +26,7 @@ class MachineSettings:
     pin: whether streamed host memory is registered with the CUDA driver, for direct copies
     cuda_graphs: whether forwards that wait for nothing are recorded as CUDA graphs
     threads: number of CPU threads that compute, for the whole process; None for PyTorch's default,
-        which ranks on one CPU divide among them
+        which ranks on one machine divide among them
     gpus: number of GPUs that share the model, one rank for each. Each rank has `device_memory`, a
         part of `host_memory` and its own link. Several ranks are started on this machine, or by
         torchrun; `device` is then "cuda", "cuda:0" if the ranks share a GPU, or "cpu"
