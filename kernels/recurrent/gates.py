@@ -141,7 +141,10 @@ def norm_of_gated(
 
 
 def gated(x: torch.Tensor, skip: Skip, gate: torch.Tensor) -> torch.Tensor:
-    """Return (x + skip) times SiLU of its gate, [rows, width] float32. See `norm_of_gated`."""
+    """Return (x + factor * values) * SiLU(gate), [rows, width] float32.
+
+    x: [rows, width] float32. skip: values and factors, see `Skip`. gate: [rows, width]
+    """
     heads = skip.values.unflatten(1, (len(skip.factor), -1))
     return (heads * skip.factor[:, None]).flatten(1).add_(x).mul_(silu(gate.float()))
 

@@ -122,8 +122,10 @@ def rates(
 
 
 def agreed_rates(hardware: Hardware | None, ranks: Ranks) -> Hardware | None:
-    """Return the rates of one of several GPUs of the same kind, given this rank's: that of the
-    slowest link, and None if one GPU is of no known kind. Raises RankError.
+    """Return this GPU's rates with the slowest link of all ranks, None if the GPU of any rank is
+    unknown. All GPUs should be of the same kind. Raises RankError.
+
+    hardware: this GPU's rates, None if unknown
     """
     if ranks.count == 1:
         return hardware

@@ -46,7 +46,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class _Loaded(NamedTuple):
-    """Parts of `Models`."""
+    """Models whose weights are read, and the runtime with the target's. See `Models`."""
 
     target: Model
     small: SmallModel | None
@@ -117,7 +117,11 @@ class Execution:
         return models
 
     def _loaded(self, link: Link, tracer: Tracer) -> _Loaded:
-        """Read all weights. Ranks do not wait for one another meanwhile."""
+        """Read all weights, without any exchange between ranks, so that a rank whose load fails can
+        still tell the others.
+
+        Raises DoesNotFitError, CheckpointError, CannotSplitError or LinkError.
+        """
         sizes, memory, config = self.resolved.sizes, self.memory, self.checkpoint.config
         plan, layouts = self.resolved.memory, sizes.weights
         with memory.typed_errors(), memory.current():

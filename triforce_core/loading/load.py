@@ -167,7 +167,7 @@ def _with_drafter(
     room for its part.
 
     resolved: returns the plan with a drafter
-    Raises UsageError or DoesNotFitError.
+    Raises UsageError, DoesNotFitError or RankError.
     """
     chosen = None
     if ranks.count > 1 and _may_leave_out(drafter, config):
@@ -203,7 +203,7 @@ class _NoRoomElsewhereError(Exception):
 
 @dataclass(frozen=True)
 class _Watching:
-    """Ranks of which one may say that it has no room, by a number below 0."""
+    """Ranks whose `least` is negative if the share of one of them does not fit."""
 
     ranks: Ranks
 
@@ -223,7 +223,10 @@ class _Watching:
 
 
 def _if_all_fit(resolved: Callable[[Peers], Resolved], ranks: Ranks) -> Resolved | None:
-    """Return what `resolved` does; None on all ranks if one of them has no room."""
+    """Return the plan of `resolved`; None on all ranks if one of them has no room.
+
+    Raises UsageError or RankError.
+    """
     peers = _Watching(ranks)
     try:
         found = resolved(peers)

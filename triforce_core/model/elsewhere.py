@@ -53,15 +53,19 @@ def hidden_for(weights: Views, hidden: torch.Tensor, here: Place) -> torch.Tenso
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over ranks of what they add to the hidden states, in the dtype of the device: a layer
-    may be on the device of one rank, and computed by the processor, in float32, for another.
+    """All-reduces of what layers add to the hidden states, in the dtype of the device: a layer may
+    run on one rank's GPU and, in float32, on the processor for another rank.
+
+    dtype: dtype of hidden states on the device, which ranks exchange
     """
 
     ranks: Ranks
     dtype: torch.dtype
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' parts, in the dtype of this one. Raises RankError."""
+        """Return the sum of all ranks' parts [..., rows, hidden], in the dtype of `part`, which may
+        be overwritten. Raises RankError.
+        """
         if self.ranks.count == 1 or part.dtype == self.dtype:
             return self.ranks.sum(part)
         return self.ranks.sum(part.to(self.dtype)).to(part.dtype)

@@ -50,8 +50,9 @@ class Model:
     """The forward pass. Holds everything except the layers: embedding, norm, head and rope.
 
     If ranks share the model, each has some heads, some MLP columns and some vocabulary rows
-    (Megatron-LM, Shoeybi et al., 2019). A forward then takes two sums over ranks per layer, one
-    more for norms over parts of several ranks, one of the embeddings and one gathering of logits.
+    (Megatron-LM, Shoeybi et al., 2019). A forward then takes two all-reduces per layer, another
+    small one if a norm of the layer spans several ranks, one of the embeddings, and one gathering
+    of logits.
 
     config: config of this rank's share
     ends: weights before the first layer and after the last

@@ -18,14 +18,15 @@ from triforce_offload.ranks import Call
 
 @dataclass(frozen=True)
 class Choice(Call):
-    """Formats, a retrieval cache and what the processor computes: all that ranks must have alike.
+    """Formats, a retrieval cache and what the processor computes, as the planner chose them.
 
-    decided: whether seconds decided; if not, a rule by bytes does, and nothing else here counts
-    seconds_per_token: those of the plan
-    split: format of weights of which some are split, see `EngineConfig.weights`; None for none
-    in_blocks: whether these are quantised
+    decided: whether the planner found a plan; if not, the other fields do not count, and each rank
+        uses the rule by bytes
+    seconds_per_token: predicted seconds
+    split: `SPLIT` or `SPLIT_EXPERTS` if weights are split, else None
+    in_blocks: whether quantised blocks are split, not numbers in bfloat16
     kv_split: whether KV is split
-    budget: number of tokens of the retrieval cache, 0 for none
+    budget: tokens of the retrieval cache, 0 for none
     draft_kv, copy_bits: see MethodSettings
     layers, kv, streamed, pools: see ProcessorShares
     """
@@ -86,6 +87,8 @@ class Peers(Protocol):
 
     index: int
 
-    def least(self, number: int) -> int: ...
+    def least(self, number: int) -> int:
+        """Ranks.least."""
 
-    def of_first(self, message: Call) -> Call: ...
+    def of_first(self, message: Call) -> Call:
+        """Ranks.of_first."""

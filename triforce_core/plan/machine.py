@@ -64,7 +64,10 @@ class Room:
     gpus: int = 1
 
     def agreed(self, least: Callable[[int], int]) -> Room:
-        """Return the memory that every rank has. least: returns the least number of all ranks"""
+        """Return the memory that every rank has. Raises RankError.
+
+        least: returns the least number of all ranks, given this rank's
+        """
 
         def of_all(nbytes: int | None) -> int | None:
             return None if nbytes is None else least(nbytes)

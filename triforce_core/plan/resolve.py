@@ -41,7 +41,7 @@ def resolve(
     whole: the model of which this rank has a share; None if it has the whole model
     peers: the ranks that share the model
 
-    Raises UsageError, or DoesNotFitError, which says what would fit.
+    Raises UsageError, RankError, or DoesNotFitError, which says what would fit.
     """
     alone, room_of_all = whole is None, room.agreed(peers.least)
     choice = Choice()

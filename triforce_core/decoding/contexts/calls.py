@@ -33,7 +33,7 @@ class Finish(Call):
 
 @dataclass(frozen=True)
 class Open(Call):
-    """Create a context. number: by which later calls name it"""
+    """Create a context. number: identifies the context in later calls"""
 
     number: int
 

@@ -40,14 +40,14 @@ class Context:
     logits: logits of the last pass, [rows, vocab] float32, if `tells_logits`
     tapped: hidden states of the last pass between layers, [rows, taps * hidden], until some are
         kept; None if nothing drafts from them
-    number: by which ranks name it
+    number: identifies this context on all ranks
     tell: sends calls to the other ranks
     """
 
     def __init__(self, models: Models, number: int | None = None) -> None:
-        """number: that the first rank gave it; None on the first rank
+        """number: number of the context, chosen by the first rank; None on the first rank itself
 
-        Raises DoesNotFitError.
+        Raises DoesNotFitError or RankError.
         """
         self.number = next(models.numbers) if number is None else number
         models.ranks.tell(calls.Open(self.number))
@@ -63,7 +63,7 @@ class Context:
         self._rotated_alike = True
         self.link_when_prefilled, self.passes_when_prefilled = LinkCounters(), PassCounters()
         with ExitStack() as stack:
-            # If this rank has no memory for a context, the others need none.
+            # If this rank cannot allocate the context, the others close theirs.
             stack.callback(self._tell_closed)
             self.sequence = models.runtime.sequence()
             stack.callback(self.sequence.close)
@@ -256,7 +256,7 @@ class Context:
 
 def begin_pass(contexts: Sequence[Context]) -> None:
     """Start the copies of the next pass over some contexts, after their retrieval caches are
-    refreshed. Raises LinkError.
+    refreshed. Raises LinkError or RankError.
     """
     models = contexts[0].models
     models.ranks.tell(calls.Begin([context.number for context in contexts]))
@@ -280,7 +280,7 @@ def _tell_pass(contexts: Sequence[Context], asks: Sequence[Ask], batch: ForwardB
 def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Tensor]:
     """Run one pass of the full model over the rows that each context asks for.
 
-    Returns the float32 logits of each context's rows, [rows, vocab]. Raises LinkError.
+    Returns the float32 logits of each context's rows, [rows, vocab]. Raises LinkError or RankError.
     """
     model, passes = contexts[0].model, contexts[0].models.runtime.passes
     sequences = [context.sequence for context in contexts]

@@ -191,7 +191,7 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
         if layer < eighth:
             special["down"] = "Q5_K"
     elif name == FP8:
-        # It is stored transposed.
+        # `k_up` is stored transposed, so blocks of FP8 cannot hold it.
         special["k_up"] = _DENSE
     if getattr(config.layers[layer].mlp, "count", 0) == _FEW_EXPERTS and name not in (
         "Q8_0",

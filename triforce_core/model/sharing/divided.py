@@ -122,7 +122,9 @@ class DividedAttention:
 
 @dataclass(frozen=True)
 class DividedLatent:
-    """Latent attention, divided by query heads. Every rank has the vectors of all tokens."""
+    """Latent attention, divided by query heads. Every rank keeps the latent vectors of all
+    tokens.
+    """
 
     whole: LatentAttention
     heads: Heads
@@ -216,8 +218,8 @@ class DividedDeltaNet(_DividedLinearAttention):
 
 
 class DividedMamba2(_DividedLinearAttention):
-    """Mamba-2, divided by groups: their heads as `queries`. Ranks divide a group if it is the only
-    one. The norm is of groups, too.
+    """Mamba-2, divided by groups; a single group is divided by its heads. `heads.queries` are the
+    value heads, and `heads.keys` the groups, each of which has a norm.
     """
 
     whole: Mamba2

@@ -90,14 +90,14 @@ def windowed(pieces: Sequence[Piece], windows: Sequence[Window]) -> list[Piece]:
 
 
 def alternating(rows: int, matrices: int) -> tuple[int, ...]:
-    """Return the order of the rows of matrices of `rows` rows each, which alternate in files: those
-    of the first matrix come first.
+    """Return the row indices that de-interleave matrices of `rows` rows each: all rows of the
+    first, then of the second, ...
     """
     return tuple(i for first in range(matrices) for i in range(first, rows * matrices, matrices))
 
 
 def _cut_after(change: Change, columns: range) -> Change:
-    """Return a change of all columns, of which some are left afterwards."""
+    """Return `change` followed by a slice of the columns."""
     return lambda numbers: change(numbers)[:, columns.start : columns.stop]
 
 
