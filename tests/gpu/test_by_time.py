@@ -21,8 +21,12 @@ GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
 
 
 @pytest.mark.one_in(99)
-@pytest.mark.parametrize("memory", [400_000_000, 147_000_000])
-def test_text_is_that_of_the_cpu_however_seconds_choose(tiny, monkeypatch, memory: int) -> None:
+@pytest.mark.parametrize(
+    ("memory", "sequences"), [(400_000_000, 1), (147_000_000, 1), (400_000_000, 2)]
+)
+def test_text_is_that_of_the_cpu_however_seconds_choose(
+    tiny, monkeypatch, memory: int, sequences: int
+) -> None:
     """With room for everything, and with little."""
     path, _ = tiny("llama")
     prompt, chosen = random_ids(60), []
@@ -38,9 +42,12 @@ def test_text_is_that_of_the_cpu_however_seconds_choose(tiny, monkeypatch, memor
     monkeypatch.setattr("triforce_core.loading.load.rates", lambda *_: named("rtx4090", 4))
     monkeypatch.setattr("triforce_core.loading.devices.backend", lambda device: TRITON)
     with Engine.from_pretrained(
-        path, device="cuda:0", device_memory=memory, max_context=200, dtype="float32"
+        *(path,),
+        **{"device": "cuda:0", "device_memory": memory, "max_context": 200, "dtype": "float32"},
+        sequences=sequences,
     ) as engine:
-        assert engine.generate(prompt, GREEDY).token_ids == expected
+        texts = [each.token_ids for each in engine.generate_all([prompt] * sequences, GREEDY)]
+        assert texts == [expected] * sequences
         assert len(chosen) == 1
         assert engine.plan.budget <= chosen[0].plan.budget
         assert engine.memory_plan.device_bytes <= engine.memory.limit_bytes

@@ -44,10 +44,10 @@ class Whole(NamedTuple):
 
 
 def decides(config: EngineConfig, sizes: ModelSizes) -> bool:
-    """Return whether seconds decide: for one sequence whose placement is left to choose, where
-    the kernels run that the costs count.
+    """Return whether seconds decide: if the placement is left to choose, where the kernels run that
+    the costs count.
     """
-    if config.sequences > 1 or sizes.max_context < 2 or config.placement is not None:
+    if sizes.max_context < 2 or config.placement is not None:
         return False
     # Without its kernels, nothing is known of a processor that has to compute a share of layers.
     asked = config.host_compute not in (AUTO, 0)
@@ -115,6 +115,7 @@ def _case(
         auto=frozenset(name for name, free in auto.items() if free),
         method=method,
         host_compute=config.host_compute,
+        sequences=config.sequences,
         fixed=fixed,
         device=sizes.device,
     )

@@ -13,7 +13,7 @@ from triforce_core.model.families.hf import from_hf
 from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.layers import Attention, LayerSpec
-from triforce_core.model.transformer import Model
+from triforce_core.model.transformer import Ends, Model
 from triforce_core.plan.simulation import costs as constants
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.launches import FUSED, SMALL_KERNEL_SECONDS
@@ -93,7 +93,9 @@ def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch) -> Non
     views = Views((name, torch.full(shape, 0.1)) for name, shape in shapes)
     batch = ForwardBatch.text(torch.zeros(TOKENS, dtype=torch.int64), 0, torch.device("cpu"))
     batch = replace(batch, rotation=(torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)))
-    model, cache = Model(TINY, None, None, torch.device("cpu")), Cache8()
+    matrix, norm = torch.ones(1, TINY.hidden), torch.ones(TINY.hidden)
+    ends = Ends(matrix, norm, matrix)
+    model, cache = Model(TINY, ends, None, torch.device("cpu")), Cache8()
     hidden = torch.ones(TOKENS, TINY.hidden)
     with launched:
         model._layer(0, views, hidden, cache, batch)

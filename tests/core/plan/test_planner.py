@@ -159,6 +159,21 @@ def test_two_gpus_halve_what_each_streams() -> None:
         choose(replace(doubled, hardware=many, config=read_shape("smollm2-135m"), context=8192))
 
 
+def test_a_pass_over_several_sequences_copies_weights_once_and_the_kv_of_each() -> None:
+    layers = tuple(range(16))
+    fixed = {"resident_kv_blocks": 0, "streamed_layers": layers, "weight_slots": 2}
+    alone = Case(read_shape("llama3.1-8b"), named("rtx4090"), 8192, fixed=fixed)
+    one, three = (candidate(replace(alone, sequences=n), 0, 8, 0) for n in (1, 3))
+    weights = one.memory.weights_link_bytes
+    assert three.memory.weights_link_bytes == weights > 0
+    assert three.round.link_bytes - weights == 3 * (one.round.link_bytes - weights) > 0
+    crossed = [sum(each.nbytes for each in plan.round.executed[0]) for plan in (one, three)]
+    assert crossed == [one.round.link_bytes, three.round.link_bytes]
+    assert three.tokens_per_pass == one.tokens_per_pass, "of each sequence"
+    assert one.seconds_per_token < three.seconds_per_token < 3 * one.seconds_per_token
+    assert three.round.least_seconds <= three.round.seconds
+
+
 def test_a_plan_for_a_gpu_leaves_room_for_libraries() -> None:
     """As an engine does before it places anything (`memory/device`)."""
     case = Case(read_shape("llama2-7b-128k"), named("rtx4090"), 131072)

@@ -226,6 +226,7 @@ def on_ranks(
             *(share.config, DTYPES["bfloat16"], context, config.method),
             drafter=drafter,
             device=GPU,
+            sequences=config.sequences,
         )
         sizes = with_asked_formats(sizes, config, own, rooms[index])
         return resolve(
@@ -309,3 +310,15 @@ def test_the_processor_computes_for_all_ranks(monkeypatch, host_compute: float |
     slots = [found.memory.placement.expert_slots for found in (first, second)]
     assert slots == sorted(slots), "the second rank has fewer columns of each expert"
     assert bool(slots[0]) == (host_compute == "auto")
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_several_sequences_choose_by_seconds_too(monkeypatch, sequences: int) -> None:
+    """The CPU computes the experts that a pool lacks, and all sequences have KV and workspace."""
+    monkeypatch.setattr(by_time, "measure_processor", lambda: ProcessorRates(60e9, 1.5e12))
+    (found,) = on_ranks("gpt-oss-120b:MXFP4", 8192, (room(),), sequences=sequences)
+    needs, placement = found.memory.requirements, found.memory.placement
+    assert needs.sequences == sequences
+    assert placement.expert_slots > 0
+    assert found.memory.device_bytes <= room().device_bytes
+    assert found.seconds_per_token < 0.05

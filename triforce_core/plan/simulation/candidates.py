@@ -148,7 +148,7 @@ def _by_processor(case: Case, fitted: Resolved, draft_tokens: int) -> list[Memor
         return [shares.placed_on_processor(memory, case.room)]
     if case.hardware.emulated:
         return [memory]
-    rows = 1 + (draft_tokens or memory.requirements.max_draft_tokens)
+    rows = case.sequences * (1 + (draft_tokens or memory.requirements.max_draft_tokens))
     cost = RoundCost(case.costs, memory, case.length, rows)
     if not cost.processor.known:
         return [memory]
@@ -211,10 +211,10 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan, tree: int = 0) -> Can
         case.costs,
         memory,
         case.length,
-        drafted + 1,
+        case.sequences * (drafted + 1),
         scored=bool(chosen.budget),
-        draft_seconds=drafting,
-        refresh_seconds=refresh,
+        draft_seconds=case.sequences * drafting,
+        refresh_seconds=case.sequences * refresh,
         early_head=not method.drafts,
     )
     return Candidate(case, chosen, memory, tokens, step, drafter, cost)
@@ -250,7 +250,8 @@ def _level(
         drafting = drafted / per_step * (step + inner * drafter)
         return drafted, expected_tokens(acceptance, drafted), drafting, step
     nodes = memory.requirements.max_draft_tokens
-    whole = RoundCost(case.costs, memory, case.length, nodes + 1, scored=True).least_seconds
+    rows = case.sequences * (nodes + 1)
+    whole = RoundCost(case.costs, memory, case.length, rows, scored=True).least_seconds
 
     def tree(deepest: int) -> tuple[float, float, float]:
         steps = deepest / per_step
@@ -259,21 +260,22 @@ def _level(
         return expected_tree(acceptance, nodes, deepest), steps * (step + inner * drafter), step
 
     depths = map(tree, range(4, nodes + 1, 4))
-    return nodes, *min(depths, key=lambda found: (whole + found[1]) / found[0])
+    return nodes, *min(depths, key=lambda it: (whole + case.sequences * it[1]) / it[0])
 
 
 def _tree(case: Case, memory: MemoryPlan, nodes: int) -> tuple[float, float]:
     """Return how many tokens a pass over a head's tree yields, and the seconds of the draft, at the
     depth that is fastest.
     """
-    whole = RoundCost(case.costs, memory, case.length, nodes + 1).least_seconds
+    rows = case.sequences * (nodes + 1)
+    whole = RoundCost(case.costs, memory, case.length, rows).least_seconds
 
     def tree(deepest: int) -> tuple[float, float]:
         level = _drafter_seconds(case, max(1, nodes // deepest))
         return expected_tree(case.curve.inner, nodes, deepest), deepest * level
 
     trees = map(tree, range(1, min(_DEEPEST, nodes) + 1))
-    return min(trees, key=lambda found: (whole + found[1]) / found[0])
+    return min(trees, key=lambda found: (whole + case.sequences * found[1]) / found[0])
 
 
 def _fit(case: Case, method: MethodSettings) -> Resolved:

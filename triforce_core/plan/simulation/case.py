@@ -57,6 +57,8 @@ class Case:
     method: settings that the planner does not change: how chunks are chosen and drafts accepted,
         and what drafts with, if not "auto"
     host_compute: see EngineConfig
+    sequences: number of sequences in a pass, of `context` tokens each, which draft one after
+        another; seconds of a token are those of one sequence
     fixed: choices that the user made: "method", "budget", "draft_tokens", "inner_draft_tokens",
         "resident_kv_blocks", "block_tokens", or other fields of Placement from a plan file
     """
@@ -76,6 +78,7 @@ class Case:
     block_bytes: int = BLOCK_BYTES
     method: MethodSettings = field(default_factory=MethodSettings)
     host_compute: float | str = AUTO
+    sequences: int = 1
     fixed: dict[str, object] = field(default_factory=dict)
     device: Device | None = None
 
@@ -177,6 +180,7 @@ class Case:
             self.device or self._device,
             self.layouts,
             self.split_kv,
+            sequences=self.sequences,
         )
 
     @property

@@ -30,8 +30,8 @@ _SHARES = 20
 class RoundCost:
     """The cost of one round.
 
-    length: number of tokens in the KV cache
-    tokens: number of rows of the pass: the draft tokens and the last token of the text
+    length: number of tokens in the KV cache of each sequence
+    tokens: number of rows of the pass: of each sequence, the draft tokens and the last token
     scored: whether the pass scores chunks
     draft_seconds, refresh_seconds: duration of the draft and of the refresh before it; the copies
         of the pass start with the draft
@@ -50,12 +50,15 @@ class RoundCost:
 
     @cached_property
     def places(self) -> Places:
-        """The places of weights and KV after the prefill, when reclaimed memory has KV."""
+        """The places of weights and KV after the prefill, when reclaimed memory has KV. All
+        sequences have as much KV.
+        """
         kv = self.memory.kv
-        resident = min(kv.resident + kv.reclaimed, kv.blocks) // self.memory.requirements.sequences
+        resident = min(kv.resident + kv.reclaimed, kv.blocks) // self._sequences
+        sequence = self._sequence(share_blocks(resident, kv.shape.layers))
         return Places(
             layer_bytes=[layer.link_bytes for layer in self.memory.layers],
-            sequences=[self._sequence(share_blocks(resident, kv.shape.layers))],
+            sequences=[sequence] * self._sequences,
             block_bytes=kv.shape.block_bytes,
             kv_index=self.memory.requirements.kv_index,
         )
@@ -72,7 +75,7 @@ class RoundCost:
         """Bytes that a pass copies to the device."""
         places, sequence = self.places, self.places.sequences[0]
         blocks = sum(max(0, self._blocks - share) for share in sequence.resident)
-        kv = places.block_bytes * (blocks - self._elsewhere)
+        kv = places.block_bytes * (self._sequences * blocks - self._elsewhere)
         return self.memory.weights_link_bytes + kv + self._inserted_bytes
 
     @property
@@ -83,8 +86,8 @@ class RoundCost:
 
     @cached_property
     def _elsewhere(self) -> int:
-        """Number of blocks of all layers to which the processor attends."""
-        return sum(map(len, self.places.sequences[0].by_processor))
+        """Number of blocks of all layers and sequences to which the processor attends."""
+        return self._sequences * sum(map(len, self.places.sequences[0].by_processor))
 
     @property
     def link_seconds(self) -> float:
@@ -120,16 +123,17 @@ class RoundCost:
     def compute_seconds(self) -> float:
         """Compute time of a pass, its head included, without waits."""
         seconds, full = self._seconds, self._shape.layers
-        layer = seconds[Kind.BEFORE] + self._blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
+        blocks = self._sequences * self._blocks
+        layer = seconds[Kind.BEFORE] + blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
         layers = full * layer + sum(self._recent_seconds.values())
         layers += len(self._by_processor) * self._longer
         if elsewhere := self._elsewhere:
             # In each layer the device waits for the processor's part, or the other way round.
-            own = (full * self._blocks - elsewhere) * seconds[Kind.BLOCK]
+            own = (full * blocks - elsewhere) * seconds[Kind.BLOCK]
             theirs = self.attention_seconds
             # On a machine without a GPU the device is the processor.
             both = own + theirs if self.costs.hardware.emulated else max(own, theirs)
-            layers += both - full * self._blocks * seconds[Kind.BLOCK]
+            layers += both - full * blocks * seconds[Kind.BLOCK]
         return layers + self.head_seconds
 
     @cached_property
@@ -143,7 +147,8 @@ class RoundCost:
         self._check_rates()
         keys, nbytes = blocks * shape.block_tokens, blocks * shape.block_bytes
         layers = sum(map(bool, self.places.sequences[0].by_processor))
-        return self.processor.attention_seconds(layers, keys, nbytes, self.link_bytes)
+        processor = replace(self.processor, tokens=self._rows)
+        return processor.attention_seconds(layers, keys, nbytes, self.link_bytes)
 
     @property
     def fastest_kv_shares(self) -> set[float]:
@@ -193,7 +198,7 @@ class RoundCost:
         """Seconds in which the processor attends to its blocks of each layer that has some."""
         sequence, index = self.places.sequences[0], self.places.kv_index
         blocks = {
-            layer: len(sequence.by_processor[kv])
+            layer: self._sequences * len(sequence.by_processor[kv])
             for layer, kv in enumerate(index)
             if kv is not None and sequence.by_processor
         }
@@ -305,6 +310,15 @@ class RoundCost:
         return self.length // self._shape.block_tokens
 
     @property
+    def _sequences(self) -> int:
+        return self.memory.requirements.sequences
+
+    @property
+    def _rows(self) -> int:
+        """Number of rows of each sequence."""
+        return self.tokens // self._sequences
+
+    @property
     def _shape(self) -> KVShape:
         return self.memory.kv.shape
 
@@ -319,11 +333,11 @@ class RoundCost:
     def _recent_seconds(self) -> dict[int, float]:
         """Seconds of each layer that keeps no KV in blocks."""
         costs, tokens, config = self.costs, self.tokens, self.costs.config
-        keys, recorded, found = self.length + tokens, self._recorded, {}
+        keys, recorded, found = self.length + self._rows, self._recorded, {}
         beside = costs.before(tokens, recorded=recorded) + costs.after(tokens, recorded=recorded)
         for layers in filter(None, (config.window_layers, config.recurrent_layers)):
             mixer = config.layers[layers[0]].mixer
-            mixed = costs.recent(mixer, tokens, keys, recorded=recorded)
+            mixed = self._sequences * costs.recent(mixer, self._rows, keys, recorded=recorded)
             found |= dict.fromkeys(layers, beside + mixed)
         return found
 
@@ -331,13 +345,13 @@ class RoundCost:
     def _seconds(self) -> dict[Kind, float]:
         """Seconds of each kind of piece, without the attention to blocks in BEFORE."""
         costs, tokens, block = self.costs, self.tokens, self._shape.block_tokens
-        scored, recorded = self.scored, self._recorded
-        rest = self.length % block + tokens
-        tail = costs.attend(tokens, rest, scored=scored, recorded=recorded)
-        merge = costs.merge(tokens, self._blocks + 1, recorded=recorded)
+        scored, recorded, rows = self.scored, self._recorded, self._rows
+        rest = self.length % block + rows
+        tail = costs.attend(rows, rest, scored=scored, recorded=recorded)
+        tail += costs.merge(rows, self._blocks + 1, recorded=recorded)
         return {
             Kind.BEFORE: costs.before(tokens, recorded=recorded),
-            Kind.BLOCK: costs.attend(tokens, block, scored=scored, recorded=recorded)
+            Kind.BLOCK: costs.attend(rows, block, scored=scored, recorded=recorded)
             + costs.decode_block(self._shape, recorded=recorded),
-            Kind.AFTER: tail + merge + costs.after(tokens, recorded=recorded),
+            Kind.AFTER: self._sequences * tail + costs.after(tokens, recorded=recorded),
         }
