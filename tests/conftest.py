@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 from helpers import add_tokenizer, make_model
 from hypothesis import settings
+from selected import divided, parsed_part
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -23,51 +23,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="slow tests and whole grids too")
     parser.addoption(
         "--part",
-        type=_parsed_part,
+        type=parsed_part,
         metavar="I/N",
         help="of slow tests and of whole grids one of N parts too, of which the first is 0/N",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what only `--all` runs, or `--part` in parts, unless tests are named one by one.
-
-    Grids marked `one_in` are whole on a GPU, which takes little time for them.
-    """
+    """Leaves out what only `--all` runs, or `--part` a part of, unless tests are named."""
     if config.getoption("--all") or any("::" in each for each in config.args):
         return
-    on_gpu, seen = torch.cuda.is_available(), set()
-    index, parts = config.getoption("--part") or (0, 0)
-    left: dict[bool, list[pytest.Item]] = {True: [], False: []}
-    for item in items:
-        function = item.nodeid.split("[")[0]
-        grid = item.get_closest_marker("one_in")
-        further = function in seen and (
-            item.get_closest_marker("first") is not None
-            or (grid is not None and not on_gpu and _number(item.nodeid) % grid.args[0] != 0)
-        )
-        usual = item.get_closest_marker("slow") is None and not further
-        # Other bits than those that choose cells of a grid.
-        chosen = parts > 0 and (_number(item.nodeid) >> 32) % parts == index
-        left[usual or chosen].append(item)
-        seen.add(function)
-    items[:] = left[True]
-    config.hook.pytest_deselected(items=left[False])
-
-
-def _parsed_part(text: str) -> tuple[int, int]:
-    """The numbers of I/N."""
-    index, parts = map(int, text.split("/"))
-    if not 0 <= index < parts:
-        raise ValueError(text)
-    return index, parts
-
-
-def _number(name: str) -> int:
-    """A number of 64 bits for a name. CRC-32 would not do: of names that differ in a few letters,
-    far more or fewer than one in 2 or 3 are multiples of that.
-    """
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+    part, on_gpu = config.getoption("--part"), torch.cuda.is_available()
+    items[:], left_out = divided(items, part, on_gpu=on_gpu)
+    config.hook.pytest_deselected(items=left_out)
 
 
 # The same examples every time, however slow the machine is.

@@ -79,11 +79,11 @@ def load(
             # All ranks start over together.
             unsplit |= error.names
             if not ranks.index:
-                _say_what_is_not_split(error.names)
+                _say_what_is_not_split(unsplit if error.names else error.names)
 
 
 def _say_what_is_not_split(names: frozenset[str]) -> None:
-    """names: of the matrices that were found; empty if they are other ranks'"""
+    """names: of this rank's matrices so far; empty if another rank found some"""
     which = min(names, default="a matrix of another GPU")
     others = f"{len(names)} matrices are not split, {which} among them"
     warnings.warn(

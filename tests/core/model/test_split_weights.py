@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import closing
+from contextlib import nullcontext as noted
 from pathlib import Path
 
 import gguf
@@ -23,7 +24,7 @@ from triforce_core.model.sharing.share import Share
 from triforce_core.model.tensors import dense_layouts, split_layouts
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, check, decode
-from triforce_offload.errors import CheckpointError, UsageError
+from triforce_offload.errors import UsageError
 from triforce_offload.plan.memory_plan import Where
 from triforce_offload.plan.placement import Placement
 from triforce_offload.weights.formats import DTYPES, Dense
@@ -342,13 +343,19 @@ def test_no_copy_is_kept_of_a_layer_that_planes_had_no_room_for(tmp_path, monkey
     assert kept[0] == kept[1]
 
 
-def test_ranks_refuse_a_matrix_that_planes_have_no_room_for(tmp_path) -> None:
+def test_processes_of_ranks_start_over_together(tmp_path) -> None:
+    """`core/parallel/test_texts.py` has matrices of one rank alone."""
     model = make_model("llama", tmp_path)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[:, ::2] = 1e-20
     model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"more numbers of layers\.1\.down are far below"):
-        engine(tmp_path, "split", gpus=2)
+    texts = []
+    for weights in ("dense", "split"):
+        warned = noted() if weights == "dense" else pytest.warns(RuntimeWarning, match="not split")
+        options = {"gpus": 2, "method": "autoregressive", "kv": "dense"}
+        with warned, engine(tmp_path, weights, **options) as running:
+            texts.append(running.generate(PROMPT, GREEDY).token_ids)
+    assert texts[0] == texts[1]
 
 
 def test_a_layer_of_which_nothing_could_be_split_is_on_the_device(tmp_path) -> None:
