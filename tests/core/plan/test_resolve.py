@@ -321,4 +321,4 @@ def test_several_sequences_choose_by_seconds_too(monkeypatch, sequences: int) ->
     assert needs.sequences == sequences
     assert placement.expert_slots > 0
     assert found.memory.device_bytes <= room().device_bytes
-    assert found.seconds_per_token < 0.05
+    assert found.seconds_per_token < 0.1, "where experts stream, a pass takes more than a second"
