@@ -22,8 +22,10 @@ FP8_RECURRENT = {
     "linear_key_head_dim": 40,
     "linear_value_head_dim": 32,
 }
-# Latent attention: keys and values of a head have 80 rows together, no multiple of 128.
+# Latent attention: keys and values of a head have 80 rows together, no multiple of 128. Layers have
+# no experts: drafts of random ones that choose other experts are seldom accepted.
 FP8_LATENT = {
+    "first_k_dense_replace": 3,
     "hidden_size": 128,
     "intermediate_size": 384,
     "moe_intermediate_size": 128,

@@ -35,6 +35,22 @@ def assert_equal_but_for_ties(model, prompt: list[int], ours: list[int], theirs:
     assert logits.max() - logits[[ours[first], theirs[first]]].min() <= near, told
 
 
+def assert_own_texts(
+    model: torch.nn.Module, prompts: list[list[int]], params: list[SamplingParams], *results: list
+) -> None:
+    """The greedy texts of prompts are those of transformers.
+
+    results: a Completion of each prompt, once or several times
+    """
+    for prompt, own, *completions in zip(prompts, params, *results, strict=True):
+        count = own.max_new_tokens
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+        theirs = theirs[0, len(prompt) :].tolist()
+        for each in completions:
+            assert_equal_but_for_ties(model, prompt, each.token_ids, theirs)
+            assert each.finish_reason == "length"
+
+
 class LogitsRecorder:
     """Keeps every row of logits that a model computes."""
 

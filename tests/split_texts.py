@@ -54,7 +54,6 @@ def check_texts(path: Path, name: str, dtype: str) -> None:
     options |= {"method": "triforce", "budget": 80, "draft": "none", "draft_tokens": 4}
     with engine(path, draft_weights="split", **options) as drafting:
         result = drafting.generate(PROMPT, GREEDY)
-        experts = any(spec.mlp.active for spec in drafting.models.target.config.layers)
         drawn = [
             drafting.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=seed)).stats
             for seed in (3, 4, 5)
@@ -62,6 +61,4 @@ def check_texts(path: Path, name: str, dtype: str) -> None:
     assert result.token_ids == expected
     assert result.stats["levels"] == ["retrieval", "target"]
     assert result.stats["retrieval"]["reads_high_bits"]
-    # Drafts that choose other experts are seldom accepted: random ones have nothing in common.
-    least = 0.2 if experts else 0.4
-    assert fmean(stats["acceptance"]["target"] for stats in drawn) > least
+    assert fmean(stats["acceptance"]["target"] for stats in drawn) > 0.4

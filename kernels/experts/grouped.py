@@ -19,18 +19,22 @@ from triforce_kernels.weights.tiles import Tiles
 Gated = Callable[[torch.Tensor], torch.Tensor]
 
 
+# Of gate and up projections, [count, 2 width], and of down projections, [count, hidden] or None.
+Biases = tuple[torch.Tensor, torch.Tensor | None]
+
+
 class Experts(NamedTuple):
     """The matrices of experts, expert after expert.
 
     gate_up: [count * 2 width, hidden]; without gates [count * width, hidden]
     down: [count * hidden, width]
-    biases: [count, 2 width] and [count, hidden], or None
+    biases: theirs, or None
     """
 
     count: int
     gate_up: Weight
     down: Weight
-    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    biases: Biases | None = None
 
     @property
     def rows(self) -> int:
@@ -222,13 +226,14 @@ def by_tiles(
 ) -> torch.Tensor:
     """`gated_experts`, by kernels that multiply by all chosen experts at once."""
     count, gate_up, down, biases = experts
+    first, second = biases or (None, None)
     order, own, which, places = in_tiles(chosen, count)
     inner = product(x, gate_up, Tiles(EXPERT_TILE, experts.rows, order, which))
-    if biases:
-        _add_to_tiles(inner, biases[0], which)
+    if first is not None:
+        _add_to_tiles(inner, first, which)
     outer = product(gated(inner), down, Tiles(EXPERT_TILE, x.shape[1], own, which))
-    if biases:
-        _add_to_tiles(outer, biases[1], which)
+    if second is not None:
+        _add_to_tiles(outer, second, which)
     return weighted_sums(outer, places, weights)
 
 
@@ -256,10 +261,10 @@ def _one_by_one(
     for expert, size in enumerate(sizes[:count].tolist()):
         if size:
             part = rows_of(gate_up, expert * width, (expert + 1) * width)
-            bias = biases and biases[0][expert]
+            bias, second = (None if b is None else b[expert] for b in biases or (None, None))
             inner = gated(linear(x[row[first : first + size]], part, bias))
             part = rows_of(down, expert * hidden, (expert + 1) * hidden)
-            outputs[first : first + size] = linear(inner, part, biases and biases[1][expert])
+            outputs[first : first + size] = linear(inner, part, second)
             first += size
     places = torch.empty_like(flat)
     places[order] = torch.arange(rows * active, device=x.device).where(which < count, -1)

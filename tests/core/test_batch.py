@@ -9,7 +9,7 @@ import pytest
 import torch
 from float_bounds import forward_bound
 from helpers import BLOCK, PLACEMENTS, random_ids
-from oracle import assert_equal_but_for_ties, greedy
+from oracle import assert_equal_but_for_ties, assert_own_texts, greedy
 
 from triforce_core import Completion, Engine, SamplingParams
 from triforce_offload.errors import LinkError, UsageError
@@ -70,13 +70,7 @@ def test_greedy_texts_are_transformers_own(tiny, method: str, placement: str) ->
         results = ours.generate_all(prompts(), params)
         # Once more over contexts that know these texts, or others.
         again = ours.generate_all(prompts()[::-1], params[::-1])[::-1]
-    for prompt, own, result, once_more in zip(prompts(), params, results, again, strict=True):
-        count = own.max_new_tokens
-        theirs = twin.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-        theirs = theirs[0, len(prompt) :].tolist()
-        assert_equal_but_for_ties(twin, prompt, result.token_ids, theirs)
-        assert_equal_but_for_ties(twin, prompt, once_more.token_ids, theirs)
-        assert result.finish_reason == "length"
+    assert_own_texts(twin, prompts(), params, results, again)
 
 
 @pytest.mark.one_in(3)

@@ -163,6 +163,7 @@ class Experts:
     shared: number of columns of the expert that every token goes through, 0 for none
     gated_shared: whether its output is multiplied by the sigmoid of a gate
     biases: whether the projections of experts have biases
+    output_bias: whether down projections have theirs; of several ranks, only one has it
     """
 
     count: int
@@ -173,6 +174,7 @@ class Experts:
     gated_shared: bool = False
     activation: Activation = Activation.SILU
     biases: bool = False
+    output_bias: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of experts or groups are impossible."""
@@ -202,6 +204,7 @@ class Experts:
         if self.biases:
             shapes["experts_gate_bias"] = (self.count, self.width)
             shapes["experts_up_bias"] = (self.count, self.width)
+        if self.biases and self.output_bias:
             shapes["experts_down_bias"] = (self.count, hidden)
         if self.shared:
             shapes |= DenseMLP(self.shared, self.activation).shapes(hidden)

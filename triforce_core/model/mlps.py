@@ -150,11 +150,10 @@ class ExpertsMLP:
         biases = w.biases.get(x.dtype)
         return self._outputs(w, self._spec.count, x, chosen, weights, biases)
 
-    def _biases(self, w: Views, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _biases(self, w: Views, dtype: torch.dtype) -> grouped.Biases:
         gate_up = torch.cat((w["experts_gate_bias"], w["experts_up_bias"]), 1)
-        down = w["experts_down_bias"].to(dtype)
-        # Only one rank adds the bias of outputs, before the sum over ranks.
-        return gate_up.to(dtype), torch.zeros_like(down) if self._sums.ranks.index else down
+        down = w.get("experts_down_bias")
+        return gate_up.to(dtype), None if down is None else down.to(dtype)
 
     def _outputs(
         self,
@@ -163,7 +162,7 @@ class ExpertsMLP:
         x: torch.Tensor,
         chosen: torch.Tensor,
         weights: torch.Tensor,
-        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        biases: grouped.Biases | None = None,
     ) -> torch.Tensor:
         """Return the weighted sums of each row's experts, where these are.
 

@@ -32,7 +32,7 @@ FAMILIES = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def quantised(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     """glm4 has its heads in another order, and gate and up as one tensor; qwen3_5 queries, keys and
-    values of recurrent layers; deepseek_v3 the matrices of keys transposed, and experts.
+    values of recurrent layers; deepseek_v3 the matrices of keys transposed.
     """
     path = tmp_path_factory.mktemp("fp8")
     model = make_model(request.param, path, **FAMILIES[request.param])

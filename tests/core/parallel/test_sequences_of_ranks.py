@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
 from helpers import PLACEMENTS, add_head, make_model, random_ids
-from oracle import assert_equal_but_for_ties, greedy
+from oracle import assert_own_texts, greedy
 from thread_ranks import engine
 
 from triforce_core import Engine, SamplingParams
@@ -58,12 +57,7 @@ def test_greedy_texts_are_transformers_own(tiny, leaders, method: str, placed: s
         results = ours.generate_all(prompts(), params)
         # Once more over contexts that know these texts, or others.
         again = ours.generate_all(prompts()[::-1], params[::-1])[::-1]
-    for prompt, own, result, once_more in zip(prompts(), params, results, again, strict=True):
-        count = own.max_new_tokens
-        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-        theirs = theirs[0, len(prompt) :].tolist()
-        assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
-        assert_equal_but_for_ties(model, prompt, once_more.token_ids, theirs)
+    assert_own_texts(model, prompts(), params, results, again)
     passes = leaders[0].calls.count(RunPass)
     made = sum(own.max_new_tokens for own in params)
     assert passes < 2 * made, "each is over several sequences, or keeps several tokens"
@@ -75,10 +69,7 @@ def test_other_families(tiny, leaders, family: str) -> None:
     path, model = tiny(family)
     with running(path, 2, "kv", "speculative") as ours:
         results = ours.generate_all(prompts(), greedy(NEW))
-    for prompt, result in zip(prompts(), results, strict=True):
-        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
-        theirs = theirs[0, len(prompt) :].tolist()
-        assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
+    assert_own_texts(model, prompts(), [greedy(NEW)] * len(LENGTHS), results)
 
 
 def test_seeds_give_what_they_give_alone_on_one_rank(tiny, leaders) -> None:
@@ -148,10 +139,7 @@ def test_a_head_drafts_for_each_of_several_sequences(tmp_path, leaders) -> None:
     with running(tmp_path, 2, "kv", "retrieval", draft="mtp", inner_draft_tokens=3) as ours:
         results = ours.generate_all(prompts(), greedy(NEW))
     assert leaders[0].calls.count(RunHead) > 0
-    for prompt, result in zip(prompts(), results, strict=True):
-        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
-        theirs = theirs[0, len(prompt) :].tolist()
-        assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
+    assert_own_texts(model, prompts(), [greedy(NEW)] * len(LENGTHS), results)
 
 
 def test_a_context_that_the_first_rank_has_no_room_for_is_closed_on_all(

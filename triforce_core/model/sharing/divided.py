@@ -282,7 +282,7 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
             return DividedShortConv(mixer, Heads.divided(mixer.channels, mixer.channels, ranks))
 
 
-def mlp_share(mlp: MLP, columns: Callable[[int], range]) -> MLP:
+def mlp_share(mlp: MLP, columns: Callable[[int], range], rank: int) -> MLP:
     """Return a rank's part of an MLP: some columns of each expert, and the whole router.
 
     columns: returns the rank's columns of an MLP of some width
@@ -290,8 +290,10 @@ def mlp_share(mlp: MLP, columns: Callable[[int], range]) -> MLP:
     if not mlp.width:
         return mlp
     own = replace(mlp, width=len(columns(mlp.width)))
-    if isinstance(mlp, Experts) and mlp.shared:
-        own = replace(own, shared=len(columns(mlp.shared)))
+    if isinstance(mlp, Experts):
+        # Only one rank adds the biases of outputs, before the sum over ranks.
+        shared = len(columns(mlp.shared)) if mlp.shared else 0
+        return replace(own, shared=shared, output_bias=rank == 0)
     return own
 
 
