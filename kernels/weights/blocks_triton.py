@@ -20,7 +20,9 @@ from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 # Blocks of these types begin at multiples of 4 bytes, and all others at even addresses.
-_BEGIN_AT_FOURS = ("Q4_K", "Q5_K", "Q5_K_HIGH", "F8_E4M3", "F8_HIGH")
+_BEGIN_AT_FOURS = (
+    *("Q4_K", "Q5_K", "Q5_K_HIGH", "F8_E4M3", "F8_HIGH", "INT4_32", "INT4_64", "INT4_128"),
+)
 # Steps that one program of `decode` processes.
 _STEPS = 4
 # Layout of the numbers of a step: bytes of quants, and steps per block.
@@ -38,6 +40,9 @@ _SHAPES = {
     "Q6_K": (32, 4),
     "Q5_K_HIGH": (32, 4),
     "Q6_K_HIGH": (32, 4),
+    "INT4_32": (16, 1),
+    "INT4_64": (32, 1),
+    "INT4_128": (32, 2),
 }
 
 
@@ -155,6 +160,13 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
         scale = _single(block + 128)[:, None]
         start += part * 64
         low, high = _eight(place) * scale, _eight(place + BYTES) * scale
+    elif KIND == "INT4_32" or KIND == "INT4_64" or KIND == "INT4_128":
+        both = tl.load(block[:, None] + 4 + part * BYTES + byte[None, :]).to(tl.int32)
+        word = tl.load(block.to(tl.pointer_type(tl.int32)))
+        zero, scale = (word & 255)[:, None], (word & ~255).to(tl.float32, bitcast=True)[:, None]
+        start += part * (2 * BYTES)
+        low = ((both & 15) - zero).to(tl.float32) * scale
+        high = ((both >> 4) - zero).to(tl.float32) * scale
     elif KIND == "F8_HIGH":
         both = tl.load(block[:, None] + 20 + part * 32 + byte[None, :]).to(tl.int32)
         signs, scale = block[:, None] + 4 + part * 8, _single(block)[:, None]

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.limits import DECODE_BYTES
-from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3, F8_HIGH, HIGH_QUANTS
+from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3, F8_HIGH, HIGH_QUANTS, INT4
 from triforce_kernels.weights.blocks import (
     F8_LEVELS,
     FUSED,
@@ -30,11 +30,12 @@ from triforce_kernels.weights.split_quants import reference_join, reference_spli
 
 ROWS, COLUMNS = 70, 512
 OF_HIGH = {high.name: name for name, high in HIGH_QUANTS.items()}
+OF_INT4 = {kind.name: elements for elements, kind in INT4.items()}
 
 
 def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, torch.Tensor]:
     """A random weight in a block type, and the numbers that the gguf package finds in it, that
-    torch finds in FP8, or that stand for its high bits.
+    torch finds in FP8, or that stand for its high bits or for integers.
     """
     if name == F8_E4M3.name:
         return eights(rows)
@@ -42,6 +43,8 @@ def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, tor
         return high_bits(rows)
     if name in OF_HIGH:
         return high_quants(OF_HIGH[name], rows)
+    if name in OF_INT4:
+        return fours(OF_INT4[name], rows)
     if not can_decode(BLOCK_TYPES[name], torch.device("cpu")):
         pytest.skip(f"this version of transformers does not decode {name}")
     kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
@@ -62,6 +65,26 @@ def eights(rows: int) -> tuple[BlockWeight, torch.Tensor]:
     data = torch.cat((bits.unflatten(1, (-1, 128)), scales.unsqueeze(-1).view(torch.uint8)), -1)
     weight = BlockWeight(data.flatten(1).to(DEVICE), F8_E4M3, COLUMNS)
     return weight, numbers * scales.repeat_interleave(128, 1)
+
+
+def fours(elements: int, rows: int) -> tuple[BlockWeight, torch.Tensor]:
+    """Integers of 4 bits, every zero that files have, and scales in both dtypes of 16 bits."""
+    generator = torch.Generator().manual_seed(5)
+    groups = COLUMNS // elements
+    integers = torch.randint(0, 16, (rows, groups, elements), generator=generator)
+    zeros = torch.randint(0, 17, (rows, groups, 1), generator=generator)
+    scales = torch.rand(rows, groups, 1, generator=generator) * 2e-2 - 1e-2
+    scales[::2], scales[1::2] = scales[::2].half().float(), scales[1::2].bfloat16().float()
+    data = torch.zeros(rows, groups, 4 + elements // 2, dtype=torch.uint8)
+    data[..., :4] = scales.view(torch.uint8)
+    data[..., 0] = zeros[..., 0]
+    together = min(64, elements)
+    for i in range(elements):
+        step, place = divmod(i, together)
+        byte = 4 + step * together // 2 + place % (together // 2)
+        data[..., byte] |= integers[..., i].byte() << 4 * (place // (together // 2))
+    numbers = ((integers - zeros) * scales).flatten(1)
+    return BlockWeight(data.flatten(1).to(DEVICE), INT4[elements], COLUMNS), numbers
 
 
 def high_bits(rows: int) -> tuple[BlockWeight, torch.Tensor]:
@@ -107,7 +130,7 @@ def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", [*BLOCK_TYPES, F8_E4M3.name, F8_HIGH.name, *OF_HIGH])
+@pytest.mark.parametrize("name", [*BLOCK_TYPES, F8_E4M3.name, F8_HIGH.name, *OF_HIGH, *OF_INT4])
 def test_decoded_numbers_are_those_of_the_gguf_package(backend, name: str) -> None:
     weight, expected = blocks(name, ROWS if backend == REFERENCE else 5)
     assert weight.shape == expected.shape

@@ -290,6 +290,32 @@ INLINE void block_mxfp4(const uint8_t *at, int64_t c, Sink *to) {
     put_both(to, c, scaled_table(FP4_DOUBLED, all(half_powers[at[0]])), at + 1);
 }
 
+/* The scale of INT4's blocks: a float32 without its lowest byte, which is the zero. */
+INLINE void scales_int4(const uint8_t *at, float *out) {
+    uint32_t scale = word(at) & ~(uint32_t)255;
+    memcpy(out, &scale, 4);
+}
+
+INLINE Table int4_table(const uint8_t *at, float scale) {
+    int8_t levels[16];
+    bytes16 moved = load_bytes((const uint8_t *)COUNTED) - at[0];
+    memcpy(levels, &moved, 16);
+    return scaled_table(levels, all(scale));
+}
+
+INLINE void block_int4(const uint8_t *at, int64_t c, Sink *to) {
+    float scale;
+    scales_int4(at, &scale);
+    put_both(to, c, int4_table(at, scale), at + 4);
+}
+
+/* 64 numbers: 32 in the low 4 bits of 32 bytes, then 32 in the high ones. */
+INLINE void part_int4(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    Table table = int4_table(at, scales[0]);
+    for (int i = 0; i < 4; i++)
+        put_chosen(to, c + 16 * i, table, load_bytes(at + 4 + 32 * part + i % 2 * 16), i / 2 * 4);
+}
+
 INLINE void scales_f8_e4m3(const uint8_t *at, float *out) { memcpy(out, at + 128, 4); }
 
 INLINE void part_f8_e4m3(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
