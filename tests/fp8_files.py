@@ -42,7 +42,7 @@ CONFIG = {
 }
 
 
-def _in_twin(model: torch.nn.Module, name: str) -> torch.Tensor:
+def in_twin(model: torch.nn.Module, name: str) -> torch.Tensor:
     """The numbers of a tensor of the files in the model, which has all experts in two tensors."""
     found = re.match(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
     if found is None:
@@ -53,14 +53,19 @@ def _in_twin(model: torch.nn.Module, name: str) -> torch.Tensor:
     return numbers if part == "down" else numbers.chunk(2)[part == "up"]
 
 
+def is_projection(name: str, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is quantised. As published, rates and decays stay as they are."""
+    rates = "in_proj_a" in name or "in_proj_b" in name
+    return "proj" in name and not rates and tensor.dim() == 2
+
+
 def quantise(directory: Path, model: torch.nn.Module) -> None:
     """Writes the layers' matrices of a checkpoint, and of its twin, in FP8. Rows of k and v are no
     multiple of 128.
     """
     tensors, made = load_file(directory / "model.safetensors"), {}
     for name, tensor in tensors.items():
-        # As published, rates and decays stay as they are.
-        if "proj" not in name or "in_proj_a" in name or "in_proj_b" in name or tensor.dim() != 2:
+        if not is_projection(name, tensor):
             made[name] = tensor
             continue
         rows, columns = tensor.shape
@@ -71,7 +76,12 @@ def quantise(directory: Path, model: torch.nn.Module) -> None:
         whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows]
         numbers = (tensor / whole).to(torch.float8_e4m3fn)
         made[name], made[f"{name}_scale_inv"] = numbers, scales
-        _in_twin(model, name).copy_(numbers.float() * whole)
-    save_file(made, directory / "model.safetensors", {"format": "pt"})
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": CONFIG}))
+        in_twin(model, name).copy_(numbers.float() * whole)
+    write(directory, made, CONFIG)
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
+    """Writes the tensors of a checkpoint, and how they are quantised."""
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files that are published in two: small numbers, and their scales."""
+"""Tensors of safetensors files that are published in parts: small numbers, and their scales."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3
+from triforce_offload.checkpoint.integers import integer_matrices
+from triforce_offload.checkpoint.quantisation import Quantisation
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
     from triforce_kernels.weights.block_types import BlockType
     from triforce_offload.checkpoint.opened import Stored
 
-# Suffix of the scales of an FP8 tensor.
-SCALE_SUFFIX = "_scale_inv"
+# Suffix of the scales of an FP8 tensor: as DeepSeek and Qwen name them, and as others do.
+SCALE_SUFFIX, _OTHER_SUFFIX = "_scale_inv", "_scale"
+# Scale of its inputs, which are not rounded here.
+_INPUT_SCALE = "input_scale"
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 
 
@@ -33,16 +37,17 @@ class Read(Protocol):
 
 
 class Coded(Protocol):
-    """A tensor that is made of two of the files.
+    """A tensor that is made of several of the files.
 
     kind: block type as which it is read
-    parts: names of the two
+    parts: names of all of them, that of the numbers first
     """
 
-    kind: ClassVar[BlockType]
+    @property
+    def kind(self) -> BlockType: ...
 
     @property
-    def parts(self) -> tuple[str, str]: ...
+    def parts(self) -> tuple[str, ...]: ...
 
     def shape(self, stored: Mapping[str, Stored], path: Path) -> tuple[int, ...]:
         """Return its shape. Raise UnsupportedModelError or CheckpointError, which name `path`."""
@@ -53,49 +58,82 @@ class Coded(Protocol):
 
 @dataclass(frozen=True)
 class FP8:
-    """Numbers of 8 bits, with a scale for each 128 by 128 of them."""
+    """Numbers of 8 bits, with a scale for each 128 by 128 of them, for each row, or for all.
+
+    scaled: name of the scales
+    tile: rows and columns that share a scale, None if the scales have no such shape
+    held: names of tensors that are not needed
+    """
 
     kind: ClassVar[BlockType] = F8_E4M3
 
     name: str
+    scaled: str
+    tile: tuple[int, int] | None
+    held: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, stored: Mapping[str, Stored]) -> FP8:
+        """Return the tensor of this name."""
+        names = (name + suffix for suffix in (SCALE_SUFFIX, _OTHER_SUFFIX))
+        scaled = next((each for each in names if each in stored), name + SCALE_SUFFIX)
+        tile, shape = None, stored[name].shape
+        if scaled in stored and len(shape) == 2:
+            tile = _tile(stored[scaled].shape, shape)
+        of_inputs = name.removesuffix("weight") + _INPUT_SCALE
+        return cls(name, scaled, tile, (of_inputs,) * (of_inputs in stored))
 
     @property
-    def parts(self) -> tuple[str, str]:
-        return self.name, self.name + SCALE_SUFFIX
+    def parts(self) -> tuple[str, ...]:
+        return self.name, self.scaled, *self.held
 
     def shape(self, stored: Mapping[str, Stored], path: Path) -> tuple[int, ...]:
         """Coded.shape."""
-        name, scales = self.parts
-        shape, size = stored[name].shape, self.kind.elements
+        name, size = self.name, self.kind.elements
+        shape = stored[name].shape
         if len(shape) != 2 or shape[1] % size:
             raise UnsupportedModelError(
                 f"{path}: {name} is F8_E4M3 of shape {list(shape)}; supported are matrices, one "
                 f"a tensor, whose rows are a multiple of {size} numbers"
             )
-        expected = (-(-shape[0] // size), shape[1] // size)
-        if scales not in stored or stored[scales].shape != expected:
-            raise CheckpointError(f"{path}: {scales} is missing or not of shape {list(expected)}")
+        if self.tile is None:
+            raise CheckpointError(
+                f"{path}: {self.scaled} is missing or not of shape {list(_tiles(shape))}"
+            )
         return shape
 
     def read_blocks(self, read: Read, into: torch.Tensor, corner: Corner) -> None:
         """Coded.read_blocks."""
         import torch
 
-        size, (name, scaled) = self.kind.elements, self.parts
+        size, (tall, wide) = self.kind.elements, self.tile or (0, 0)
         count = into.shape[-1] // self.kind.nbytes
         rows = into.numel() // into.shape[-1]
         numbers = torch.empty(rows, count * size, dtype=torch.float8_e4m3fn)
-        read(name, numbers, corner)
-        # Scales begin with the row group of the first row; rows of that group above it are cut off
-        # below.
-        above = corner.row % size
-        scales = torch.empty(-(-(above + rows) // size), count)
-        read(scaled, scales, Corner(corner.row // size, corner.column // size))
-        each = scales.repeat_interleave(size, 0)[above : above + rows]
+        read(self.name, numbers, corner)
+        # Scales begin with the tile of the first row; rows of that tile above it are cut off below.
+        above = corner.row % tall
+        scales = torch.empty(-(-(above + rows) // tall), count if wide == size else 1)
+        read(self.scaled, scales, Corner(corner.row // tall, corner.column // wide))
+        each = scales.repeat_interleave(tall, 0)[above : above + rows].expand(rows, count)
         made = torch.empty(rows, count, self.kind.nbytes, dtype=torch.uint8)
         made[..., :size] = numbers.view(torch.uint8).unflatten(1, (-1, size))
-        made[..., size:] = each.unsqueeze(-1).view(torch.uint8)
+        made[..., size:] = each.unsqueeze(-1).contiguous().view(torch.uint8)
         into.copy_(made.flatten(1).view(into.shape))
+
+
+def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape of the scales of a matrix, if each stands for 128 by 128 numbers."""
+    return -(-shape[0] // F8_E4M3.elements), shape[1] // F8_E4M3.elements
+
+
+def _tile(scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return how many rows and columns of a matrix share a scale; None if scales do not fit."""
+    if scales == _tiles(shape):
+        return F8_E4M3.elements, F8_E4M3.elements
+    if scales in ((), (1,), (1, 1)):
+        return shape[0], shape[1]
+    return (1, shape[1]) if scales in ((shape[0],), (shape[0], 1)) else None
 
 
 @dataclass(frozen=True)
@@ -145,11 +183,15 @@ class MXFP4:
         into.copy_(made.flatten(1).view(into.shape))
 
 
-def coded_tensors(stored: Mapping[str, Stored]) -> dict[str, Coded]:
-    """Return the tensors that are made of two, by their names."""
+def coded_tensors(
+    stored: Mapping[str, Stored], quantised: Quantisation | None = None
+) -> dict[str, Coded]:
+    """Return the tensors that are made of several, by their names."""
     found: dict[str, Coded] = {
-        name: FP8(name) for name, each in stored.items() if each.dtype == "F8_E4M3"
+        name: FP8.of(name, stored) for name, each in stored.items() if each.dtype == "F8_E4M3"
     }
+    if quantised is not None:
+        found.update(integer_matrices(stored, quantised.method))
     for name, each in stored.items():
         base = name.removesuffix(_BLOCKS)
         exponents = stored.get(base + _EXPONENTS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from triforce_offload.checkpoint.coded import SCALE_SUFFIX, coded_tensors
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.opened import Stored, TensorsFile
+from triforce_offload.checkpoint.quantisation import Quantisation
 from triforce_offload.checkpoint.source import WHOLE, Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_TORCH_NAMES = _DTYPES | {"F64": "float64", "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
+_TORCH_NAMES = _DTYPES | {
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "I32": "int32",
+}
 _WHOLE_NUMBERS = {"I64": "int64", "I32": "int32", "I16": "int16"}
 # Number of elements that are read at a time when they are converted.
 _CHUNK_ELEMENTS = 4 << 20
@@ -29,8 +35,11 @@ _CHUNK_ELEMENTS = 4 << 20
 class SafetensorsSource:
     """A directory with model.safetensors, or with shards and their index. Files stay open."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError if a file is missing or damaged."""
+    def __init__(self, directory: Path, quantised: Quantisation | None = None) -> None:
+        """quantised: how matrices are quantised, if some are integers
+
+        Raises CheckpointError if a file is missing or damaged.
+        """
         self._stack = ExitStack()
         self._tensors: dict[str, tuple[TensorsFile, Stored]] = {}
         try:
@@ -50,7 +59,7 @@ class SafetensorsSource:
             self._stack.close()
             raise
         self._stored = {name: stored for name, (_, stored) in self._tensors.items()}
-        self._coded = coded_tensors(self._stored)
+        self._coded = coded_tensors(self._stored, quantised)
 
     @property
     def files(self) -> list[Path]:

@@ -58,10 +58,10 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
         ({"num_local_experts": 8}, "num_local_experts"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config of method 'awq'"),
+        ({"quantization_config": {"quant_method": "eetq"}}, "quantization_config of method 'eetq'"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
-            "with blocks of \\[64, 64\\] is not supported",
+            "weight_block_size \\[64, 64\\] is not supported",
         ),
         ({"rope_scaling": {"rope_type": "ntk"}}, "ntk"),
         ({"use_bias": True}, "use_bias"),

@@ -38,6 +38,7 @@ from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.sharing.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
+from triforce_offload.checkpoint.quantisation import quantisation
 from triforce_offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
 from triforce_offload.checkpoint.source import WHOLE, TensorSource, Transposed
 from triforce_offload.errors import (
@@ -59,9 +60,11 @@ _OF_LAYERS = ("blk.", *_LAYER_PREFIXES)
 _OF_IMAGES = ("vision", "visual", "multi_modal")
 # No model has more layers that only draft.
 _MOST_DRAFTING = 16
+# Scales of KV in 8 bits, in which it is not kept here.
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
 # Old checkpoints contain buffers that are computed here; scales are read with the tensor they
 # belong to.
-_UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
+_UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX, *_KV_SCALES)
 
 
 class Checkpoint:
@@ -330,7 +333,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
             )
         raw = read_json(path / "config.json")
         config = from_hf(raw, _optional_json(path / "generation_config.json"))
-        source = SafetensorsSource(path)
+        source = SafetensorsSource(path, quantisation(raw.get("quantization_config")))
         if reads_images(raw):
             config = _text_alone(path, config, source.names())
         names = hf_names(config, source.names())

@@ -13,6 +13,7 @@ from triforce_core.model.families.reading.fields import Fields, layer_count, tok
 from triforce_core.model.families.reading.ropes import hf_ropes
 from triforce_core.model.families.reading.windows import FULL, with_own_rope
 from triforce_core.model.layers import Attention, LayerSpec
+from triforce_offload.checkpoint.quantisation import Method, quantisation
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
@@ -32,8 +33,6 @@ _AROUND_TEXT = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
-# Names of FP8 with 4 bits of exponent, as configs write them.
-_E4M3 = ("e4m3", "float8_e4m3fn")
 # Fields of what is not computed here, if they are set.
 _UNSUPPORTED = ("mlp_bias", "use_bias", "clip_qkv")
 
@@ -155,18 +154,7 @@ def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -
 
 
 def _refuse_quantised(quantised: Any, family: Family) -> None:
-    """Raise UnsupportedModelError for quantised weights, except FP8 with one scale for each 128 by
-    128 numbers, in which Qwen3 and others are published, and MXFP4 experts of gpt-oss.
-    """
-    if not quantised:
-        return
-    asked = quantised if isinstance(quantised, Mapping) else {}
-    method, blocks = asked.get("quant_method"), asked.get("weight_block_size")
-    if method == "mxfp4" and family.name == "gpt_oss":
-        return
-    if method != "fp8" or asked.get("fmt", "e4m3") not in _E4M3 or blocks != [128, 128]:
-        raise UnsupportedModelError(
-            f"quantization_config of method {method!r} with blocks of {blocks} is not supported "
-            "(only fp8, e4m3, with blocks of 128 by 128); use a bfloat16 checkpoint or "
-            "a GGUF file instead"
-        )
+    """Raise UnsupportedModelError for weights that are quantised otherwise than is supported."""
+    found = quantisation(quantised)
+    if found and found.method is Method.MXFP4 and family.name != "gpt_oss":
+        raise UnsupportedModelError(f"MXFP4 is not supported for a {family.name} model")
