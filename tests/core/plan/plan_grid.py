@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from triforce_core.cli.main import main
-from triforce_core.model.known.mixes import FP8, MXFP4, NAMES
+from triforce_core.model.known.mixes import NAMES, OF_SAFETENSORS
 from triforce_core.model.known.shapes import SHAPES, read_model
 from triforce_core.model.known.sparse import SPARSE
 
 RECORD = Path(__file__).with_name("grid.json")
 COUNT = 320
-_MIXES = [name for name in NAMES if name not in (FP8, MXFP4)]
+_MIXES = [name for name in NAMES if name not in OF_SAFETENSORS]
 NEWER = ("mistral-small3.2", "seed-oss-36b", "glm4-32b", "phi4-14b", "granite3.3-8b", "smollm3-3b")
 RECURRENT = ("qwen3.8-27b", "qwen3.5-9b", "lfm2-1.2b")
 WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")

@@ -7,7 +7,7 @@ import shlex
 from rich.cells import cell_len
 
 from triforce_core.model.known.hub_ids import hub_id_of
-from triforce_core.model.known.mixes import FP8
+from triforce_core.model.known.mixes import OF_SAFETENSORS
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.settings import AUTO, EAGLE3, MethodSettings
 
@@ -23,7 +23,7 @@ def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
     shape, _, mix = model.partition(":")
     name = hub_id_of(shape) or model
     if mix:
-        name = "MODEL-FP8" if mix.upper() == FP8 else "MODEL.gguf"
+        name = f"MODEL-{mix.upper()}" if mix.upper() in OF_SAFETENSORS else "MODEL.gguf"
     words = ["triforce", "generate", name]
     if saved:
         return shlex.join([*words, "--plan", saved])

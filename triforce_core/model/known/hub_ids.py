@@ -70,6 +70,9 @@ _MODELS = {
 }
 # Suffixes that distinguish models of one shape.
 _VARIANT = re.compile(r"-(hf|chat|base|instruct|it)(?=-|$)")
+# Ends of the ids of quantised models, and the mix that they stand for.
+_INTEGERS = r"awq(-?4bit)?|gptq|(gptq-)?int4|awq-int4|(quantized[.])?w4a16|(int4-)?autoround"
+_QUANTISED = ((rf"[-.]({_INTEGERS})$", "INT4"), (r"-fp8(-dynamic|-block)?$", "FP8"))
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
     (r"gemma-?3n", "Gemma 3n"),
@@ -88,9 +91,21 @@ _UNSUPPORTED = (
 )
 
 
-def shape_of(hub_id: str) -> str | None:
-    """Return the name of the known shape for a hub id, or None."""
-    return _SHAPES.get(_plain(hub_id))
+def shape_and_mix(hub_id: str) -> tuple[str | None, str]:
+    """Return the name of the known shape for a hub id, or None, and the mix of its weights by the
+    end of the id, empty if it does not tell.
+    """
+    for pattern, mix in _QUANTISED:
+        whole = re.sub(pattern, "", hub_id.lower())
+        if whole != hub_id.lower():
+            return _shape(whole), mix
+    return _shape(hub_id), ""
+
+
+def _shape(hub_id: str) -> str | None:
+    """Many publish the same model, under the name that its makers gave it."""
+    plain = _plain(hub_id)
+    return _SHAPES.get(plain) or _BY_MODEL.get(plain.partition("/")[2])
 
 
 def hub_id_of(shape: str) -> str | None:
@@ -116,3 +131,4 @@ def _plain(hub_id: str) -> str:
 
 
 _SHAPES = {_plain(hub_id): shape for hub_id, shape in _MODELS.items()}
+_BY_MODEL = {plain.partition("/")[2]: shape for plain, shape in _SHAPES.items()}

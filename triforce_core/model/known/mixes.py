@@ -1,4 +1,4 @@
-"""Quantisation mixes: the block type of each matrix by the name of the mix, llama.cpp's and FP8.
+"""Quantisation mixes of llama.cpp and of safetensors files: the block type of each matrix.
 
 Follows `llama_tensor_get_type` of llama.cpp (src/llama-quant.cpp), for dense models without an
 importance matrix. The tests compare sizes with published files.
@@ -21,12 +21,15 @@ from triforce_core.model.layers import (
     ShortConv,
 )
 from triforce_core.model.tensors import Pieces
-from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
+from triforce_kernels.weights.block_types import ALL_TYPES, INT4, BlockType
+from triforce_offload.checkpoint.quantisation import Method, Quantisation
 from triforce_offload.errors import UsageError
 
 FP8, MXFP4 = "FP8", "MXFP4"
-# Mixes of safetensors files, as their configs name the method, in capitals.
-OF_SAFETENSORS = (FP8, MXFP4)
+# Integers of 4 bits, of AWQ, GPTQ and compressed-tensors, by how many columns share a scale.
+_INTEGERS = {128: "INT4", 64: "INT4_64", 32: "INT4_32"}
+# Mixes of safetensors files.
+OF_SAFETENSORS = (FP8, MXFP4, *_INTEGERS.values())
 # Block type of most matrices in each mix.
 _MIXES = {
     "Q2_K": "Q2_K",
@@ -43,6 +46,7 @@ _MIXES = {
     FP8: "F8_E4M3",
     # Of gpt-oss, whose other matrices are in 16 bits.
     MXFP4: "MXFP4",
+    **{name: INT4[columns].name for columns, name in _INTEGERS.items()},
 }
 NAMES = tuple(_MIXES)
 # Stands for matrices that are never quantised.
@@ -59,6 +63,7 @@ _SMALLER_BLOCKS = {
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
+    **dict.fromkeys(("INT4_128", "INT4_64"), "INT4_32"),
 }
 
 
@@ -84,6 +89,17 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
         ]
 
     return pieces
+
+
+def mix_of(quantised: Quantisation | None) -> str | None:
+    """Return the mix of a quantised checkpoint, None if it is not quantised."""
+    if quantised is None:
+        return None
+    if quantised.method in (Method.FP8, Method.MXFP4):
+        return quantised.method.value
+    # All of a row are whole groups of 128, or else it is not stored in such blocks.
+    group = quantised.group if quantised.group > 0 else max(_INTEGERS)
+    return next((name for size, name in _INTEGERS.items() if group % size == 0), _INTEGERS[32])
 
 
 def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
@@ -149,7 +165,7 @@ def _whole(kind: str, columns: int) -> BlockType | None:
 
 
 def _end(name: str, *, output: bool) -> str:
-    if name in (FP8, MXFP4):
+    if name in OF_SAFETENSORS:
         return _DENSE
     if name == "Q8_0":
         return name
@@ -190,14 +206,11 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"
-    elif name == FP8:
-        # `k_up` is stored transposed, so blocks of FP8 cannot hold it.
+    elif name in OF_SAFETENSORS:
+        # `k_up` is stored transposed, so blocks cannot hold it.
         special["k_up"] = _DENSE
-    if getattr(config.layers[layer].mlp, "count", 0) == _FEW_EXPERTS and name not in (
-        "Q8_0",
-        FP8,
-        MXFP4,
-    ):
+    plain_mix = name == "Q8_0" or name in OF_SAFETENSORS
+    if getattr(config.layers[layer].mlp, "count", 0) == _FEW_EXPERTS and not plain_mix:
         # Small beside the experts.
         special |= {"k": "Q8_0", "v": "Q8_0"} | ({"o": "Q5_K"} if plain in _BELOW_Q5 else {})
     # A 70B model has many query heads per value head, so values are small and can take more bits.

@@ -13,12 +13,13 @@ from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
-from triforce_core.model.known.hub_ids import shape_of, unsupported_family
-from triforce_core.model.known.mixes import OF_SAFETENSORS, pieces_of
+from triforce_core.model.known.hub_ids import shape_and_mix, unsupported_family
+from triforce_core.model.known.mixes import OF_SAFETENSORS, mix_of, pieces_of
 from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
 from triforce_core.model.layers import DeltaNet, LayerSpec
 from triforce_core.model.tensors import Pieces
 from triforce_offload.checkpoint.header import read_json
+from triforce_offload.checkpoint.quantisation import quantisation
 from triforce_offload.errors import UnsupportedModelError, UsageError
 from triforce_offload.machine.profiles import nearest
 
@@ -275,15 +276,17 @@ def read_model(name: str) -> Shape:
     """Return the shape of a model.
 
     name: a name of SHAPES or the hub id of such a model, either with a quantisation mix as in
-        `qwen3-32b:Q4_K_M`; the path of a config.json, of its directory, or of a .gguf file; or a
-        model on this machine by its hub id or Ollama's name
+        `qwen3-32b:Q4_K_M`; a hub id that says that the model is in FP8 or integers of 4 bits; the
+        path of a config.json, of its directory, or of a .gguf file; or a model on this machine by
+        its hub id or Ollama's name
 
     Raises UsageError, which suggests the nearest names, UnsupportedModelError, which names the
     family, or CheckpointError.
     """
     known, _, mix = name.partition(":")
     if not Path(name).expanduser().exists():
-        known = shape_of(known) or known
+        shape_name, of_id = shape_and_mix(known)
+        known, mix = shape_name or known, mix or of_id
     if known in SHAPES:
         shape = replace(_of_config(SHAPES[known]), published=_published(known))
         if not mix:
@@ -321,10 +324,9 @@ def _published(name: str) -> int | None:
 def _of_config(raw: Mapping[str, Any]) -> Shape:
     """Return the shape that a config.json describes. Raises as `from_hf` does."""
     stored = raw.get("dtype", raw.get("torch_dtype"))
-    config, quantised = from_hf(raw, {}), raw.get("quantization_config") or {}
-    # Methods that are known have the names of mixes.
-    mix = str(quantised.get("quant_method", "")).upper()
-    pieces = pieces_of(config, mix) if mix in OF_SAFETENSORS else None
+    config = from_hf(raw, {})
+    mix = mix_of(quantisation(raw.get("quantization_config")))
+    pieces = pieces_of(config, mix) if mix else None
     return Shape(config, pieces, stored if isinstance(stored, str) else None)
 
 
