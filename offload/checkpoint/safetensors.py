@@ -6,10 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triforce_offload.checkpoint.coded import SCALE_SUFFIX, coded_tensors
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.opened import Stored, TensorsFile
-from triforce_offload.checkpoint.quantisation import Quantisation
+from triforce_offload.checkpoint.quantised.floats import SCALE_SUFFIX, float_tensors
+from triforce_offload.checkpoint.quantised.integers import integer_matrices
+from triforce_offload.checkpoint.quantised.methods import Quantisation
+from triforce_offload.checkpoint.quantised.tensor import QuantisedTensor
 from triforce_offload.checkpoint.source import WHOLE, Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -59,21 +61,25 @@ class SafetensorsSource:
             self._stack.close()
             raise
         self._stored = {name: stored for name, (_, stored) in self._tensors.items()}
-        self._coded = coded_tensors(self._stored, quantised)
+        self._quantised: dict[str, QuantisedTensor] = {**float_tensors(self._stored)}
+        if quantised is not None:
+            self._quantised.update(integer_matrices(self._stored, quantised.method))
 
     @property
     def files(self) -> list[Path]:
         return sorted({file.path for file, _ in self._tensors.values()})
 
     def names(self) -> frozenset[str]:
-        parts = {part for name, each in self._coded.items() for part in each.parts if part != name}
+        parts = {
+            part for name, each in self._quantised.items() for part in each.parts if part != name
+        }
         # Scales of FP8 have names that are known to belong to others.
         hidden = {part for part in parts if not part.endswith(SCALE_SUFFIX)}
-        return frozenset(self._tensors.keys() - hidden | self._coded.keys())
+        return frozenset(self._tensors.keys() - hidden | self._quantised.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if coded := self._coded.get(name):
-            return coded.shape(self._stored, self._tensors[coded.parts[0]][0].path)
+        if found := self._quantised.get(name):
+            return found.shape(self._stored, self._tensors[found.parts[0]][0].path)
         file, stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
             raise UnsupportedModelError(
@@ -82,14 +88,14 @@ class SafetensorsSource:
         return stored.shape
 
     def dtype(self, name: str) -> str | None:
-        return None if name in self._coded else _DTYPES.get(self._tensors[name][1].dtype)
+        return None if name in self._quantised else _DTYPES.get(self._tensors[name][1].dtype)
 
     def blocks(self, name: str) -> BlockType | None:
-        coded = self._coded.get(name)
-        return coded and coded.kind
+        found = self._quantised.get(name)
+        return found and found.kind
 
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
-        self._coded[name].read_blocks(self._read_plain, into, corner)
+        self._quantised[name].read_blocks(self._read_plain, into, corner)
 
     def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         kind = self.blocks(name)

@@ -13,6 +13,7 @@ import torch
 from fp8_files import quantise as to_fp8
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
+from int4_files import WAYS, to_integers
 from oracle import assert_equal_but_for_ties
 from thread_ranks import engine as on_ranks
 from tiny_families import WITH_EXPERTS
@@ -67,14 +68,17 @@ def test_the_text_is_the_model_s_and_experts_alone_cross(tiny, family: str, plac
 
 @pytest.mark.first
 @pytest.mark.parametrize("processor", [(), (0, 1, 2)])
-@pytest.mark.parametrize("stored", ["Q8_0", "MXFP4", "FP8"])
+@pytest.mark.parametrize("stored", ["Q8_0", "MXFP4", "FP8", "awq", "w4a16"])
 def test_quantised_experts(tmp_path, stored: str, processor: tuple[int, ...]) -> None:
     path = tmp_path / "m.gguf"
-    if stored == "FP8":
+    if stored in ("FP8", *WAYS):
         sizes = {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 128}
         path = tmp_path
         model = make_model("qwen3_moe", path, head_dim=64, num_key_value_heads=1, **sizes)
-        to_fp8(path, model)
+        if stored == "FP8":
+            to_fp8(path, model)
+        else:
+            to_integers(path, model, stored)
     elif stored == "MXFP4":
         path = tmp_path
         make_model("gpt-oss-moe", path)

@@ -174,11 +174,11 @@ def _add_formats(group: Options) -> None:
     )
     add(
         "weights",
-        "format of weights; dense: in --dtype; stored: the quantised numbers of a GGUF or FP8 "
-        "file; split: bfloat16 in 12 bits, and FP8, Q6_K and Q5_K in two parts, without "
-        "loss; split-experts: the experts alone, each by itself; auto: stored if quantised, but "
-        "dense on a CPU without kernels for the format, unless that streams; split or "
-        "split-experts on a GPU where bfloat16 or such blocks would stream",
+        "format of weights; dense: in --dtype; stored: the quantised numbers of the file (GGUF, "
+        "AWQ, GPTQ, FP8, ...); split: bfloat16 in 12 bits, and FP8, Q6_K and Q5_K in two parts, "
+        "without loss; split-experts: the experts alone, each by itself; auto: stored if "
+        "quantised, but dense on a CPU without kernels for the format, unless that streams; split "
+        "or split-experts on a GPU where bfloat16 or such blocks would stream",
         choices=WEIGHTS,
     )
     add(

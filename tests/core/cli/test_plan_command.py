@@ -21,7 +21,7 @@ from triforce_core.cli.main import _parser
 from triforce_core.cli.options import engine_config
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.known.hub_ids import hub_id_of, unsupported_family
-from triforce_core.model.known.shapes import SHAPES, read_model
+from triforce_core.model.known.shapes import SHAPES
 from triforce_core.plan.plan import Plan
 from triforce_core.settings import AUTO
 from triforce_offload.checkpoint.header import read_json
@@ -159,11 +159,9 @@ def test_hub_ids_are_known_by_their_names(capsys) -> None:
         ("cyankiwi/Qwen3.8-27B-AWQ-4bit", "qwen3.8-27b:INT4"),
         ("Qwen/Qwen2.5-32B-Instruct-GPTQ-Int4", "qwen2.5-32b:INT4"),
         ("RedHatAI/Qwen3-32B-quantized.w4a16", "qwen3-32b:INT4"),
-        ("RedHatAI/Qwen3-32B-FP8-dynamic", "qwen3-32b:FP8"),
         ("Qwen/Qwen3.8-27B-FP8", "qwen3.8-27b:FP8"),
         ("unsloth/Qwen3-32B", "qwen3-32b"),
     ):
-        assert read_model(model).config == read_model(mix).config
         assert figures(capsys, model, *options)["plan"] == figures(capsys, mix, *options)["plan"]
     for model, family in (
         ("google/gemma-3n-e4b-it", "Gemma 3n"),

@@ -16,7 +16,7 @@ from split_texts import GREEDY, NEW, PROMPT, engine
 
 from triforce_core.model.families.hf import from_hf
 from triforce_kernels.weights.block_types import INT4
-from triforce_offload.checkpoint.quantisation import Method, quantisation
+from triforce_offload.checkpoint.quantised.methods import Method, quantisation
 from triforce_offload.checkpoint.safetensors import SafetensorsSource
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError

@@ -13,6 +13,7 @@ import torch
 from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import make_model
+from int4_files import WAYS, to_integers
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig
@@ -211,9 +212,14 @@ def test_columns_that_cut_blocks_are_dense(tmp_path) -> None:
             assert in_blocks == {"qkv", "gate_up", "down"}
 
 
-def test_a_rank_reads_its_share_of_fp8(tmp_path) -> None:
+@pytest.mark.parametrize("method", ["fp8", *WAYS])
+def test_a_rank_reads_its_share_of_numbers_in_parts(tmp_path, method: str) -> None:
+    """FP8 with its scales, and integers with scales and zeros."""
     model = make_model("qwen3", tmp_path, **FP8_SIZES)
-    quantise(tmp_path, model)
+    if method == "fp8":
+        quantise(tmp_path, model)
+    else:
+        to_integers(tmp_path, model, method)
     for stored in (False, True):
         for layouts in held_against_the_whole(tmp_path, 2, stored=stored):
             assert bool(layouts.block_types) == stored

@@ -14,6 +14,7 @@ import torch
 from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import PLACEMENTS, make_model, random_ids
+from int4_files import to_integers
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
 
@@ -214,6 +215,18 @@ def test_fp8(tmp_path, leaders) -> None:
     with engine(tmp_path, 2, "weights", weights="stored") as ours:
         result = ours.generate(prompt, greedy(NEW))
     assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+
+
+@pytest.mark.parametrize("way", ["awq", "gptq", "w4a16-asym"])
+def test_integers_of_4_bits(tmp_path, leaders, way: str) -> None:
+    model = make_model("qwen3", tmp_path, **FP8_SIZES | {"intermediate_size": 512})
+    to_integers(tmp_path, model, way)
+    prompt = random_ids(PROMPT)
+    with engine(tmp_path, 2, "weights", weights="stored") as ours:
+        result = ours.generate(prompt, greedy(NEW))
+        layer = ours.runtime.weights.layouts[0]
+    assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+    assert layer.formats["down"].nbytes < 128 * 256 * 5 / 8, "half of the columns"
 
 
 @pytest.mark.parametrize("placement", ["resident", "both"])

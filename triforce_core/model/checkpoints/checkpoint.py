@@ -34,11 +34,10 @@ from triforce_core.model.checkpoints.naming.pieces import (
     windowed,
 )
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.families.hf import from_hf, reads_images
+from triforce_core.model.families.hf import from_hf, quantised, reads_images
 from triforce_core.model.sharing.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
-from triforce_offload.checkpoint.quantisation import quantisation
 from triforce_offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
 from triforce_offload.checkpoint.source import WHOLE, TensorSource, Transposed
 from triforce_offload.errors import (
@@ -333,7 +332,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
             )
         raw = read_json(path / "config.json")
         config = from_hf(raw, _optional_json(path / "generation_config.json"))
-        source = SafetensorsSource(path, quantisation(raw.get("quantization_config")))
+        source = SafetensorsSource(path, quantised(raw))
         if reads_images(raw):
             config = _text_alone(path, config, source.names())
         names = hf_names(config, source.names())

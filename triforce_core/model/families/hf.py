@@ -13,7 +13,7 @@ from triforce_core.model.families.reading.fields import Fields, layer_count, tok
 from triforce_core.model.families.reading.ropes import hf_ropes
 from triforce_core.model.families.reading.windows import FULL, with_own_rope
 from triforce_core.model.layers import Attention, LayerSpec
-from triforce_offload.checkpoint.quantisation import Method, quantisation
+from triforce_offload.checkpoint.quantised.methods import Method, Quantisation, quantisation
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
@@ -83,6 +83,11 @@ def _head_dims(layers: Sequence[LayerSpec]) -> tuple[int, int]:
     return kinds.get(True, first), kinds.get(False, first)
 
 
+def quantised(raw: Mapping[str, Any]) -> Quantisation | None:
+    """Return how a config.json says that weights are quantised. Raises UnsupportedModelError."""
+    return quantisation(_text_of(raw)[0].get("quantization_config"))
+
+
 def reads_images(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a model around a language model."""
     names = raw.get("architectures")
@@ -126,7 +131,9 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     for name in _UNSUPPORTED:
         if raw.get(name):
             raise UnsupportedModelError(f"{name} is not supported")
-    _refuse_quantised(raw.get("quantization_config"), family)
+    found = quantisation(raw.get("quantization_config"))
+    if found and found.method is Method.MXFP4 and family.name != "gpt_oss":
+        raise UnsupportedModelError(f"MXFP4 is not supported for a {family.name} model")
 
 
 def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -> None:
@@ -151,10 +158,3 @@ def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -
             raise UnsupportedModelError(
                 f"{SOURCE}: {name} ({fields.raw[name]!r}) is not supported in a {family.name} model"
             )
-
-
-def _refuse_quantised(quantised: Any, family: Family) -> None:
-    """Raise UnsupportedModelError for weights that are quantised otherwise than is supported."""
-    found = quantisation(quantised)
-    if found and found.method is Method.MXFP4 and family.name != "gpt_oss":
-        raise UnsupportedModelError(f"MXFP4 is not supported for a {family.name} model")

@@ -22,7 +22,7 @@ from triforce_core.model.layers import (
 )
 from triforce_core.model.tensors import Pieces
 from triforce_kernels.weights.block_types import ALL_TYPES, INT4, BlockType
-from triforce_offload.checkpoint.quantisation import Method, Quantisation
+from triforce_offload.checkpoint.quantised.methods import Method, Quantisation
 from triforce_offload.errors import UsageError
 
 FP8, MXFP4 = "FP8", "MXFP4"

@@ -10,7 +10,7 @@ from typing import Any
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES
-from triforce_core.model.families.hf import from_hf
+from triforce_core.model.families.hf import from_hf, quantised
 from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
 from triforce_core.model.known.hub_ids import shape_and_mix, unsupported_family
@@ -19,7 +19,6 @@ from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
 from triforce_core.model.layers import DeltaNet, LayerSpec
 from triforce_core.model.tensors import Pieces
 from triforce_offload.checkpoint.header import read_json
-from triforce_offload.checkpoint.quantisation import quantisation
 from triforce_offload.errors import UnsupportedModelError, UsageError
 from triforce_offload.machine.profiles import nearest
 
@@ -325,7 +324,7 @@ def _of_config(raw: Mapping[str, Any]) -> Shape:
     """Return the shape that a config.json describes. Raises as `from_hf` does."""
     stored = raw.get("dtype", raw.get("torch_dtype"))
     config = from_hf(raw, {})
-    mix = mix_of(quantisation(raw.get("quantization_config")))
+    mix = mix_of(quantised(raw))
     pieces = pieces_of(config, mix) if mix else None
     return Shape(config, pieces, stored if isinstance(stored, str) else None)
 

@@ -1,15 +1,13 @@
-"""Tensors of safetensors files that are published in parts: small numbers, and their scales."""
+"""Matrices of safetensors files in floats of 8 and 4 bits: small numbers, and their scales."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3
-from triforce_offload.checkpoint.integers import integer_matrices
-from triforce_offload.checkpoint.quantisation import Quantisation
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -18,42 +16,13 @@ if TYPE_CHECKING:
 
     from triforce_kernels.weights.block_types import BlockType
     from triforce_offload.checkpoint.opened import Stored
+    from triforce_offload.checkpoint.quantised.tensor import Read
 
 # Suffix of the scales of an FP8 tensor: as DeepSeek and Qwen name them, and as others do.
 SCALE_SUFFIX, _OTHER_SUFFIX = "_scale_inv", "_scale"
 # Scale of its inputs, which are not rounded here.
 _INPUT_SCALE = "input_scale"
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
-
-
-class Read(Protocol):
-    def __call__(
-        self, name: str, into: torch.Tensor, corner: Corner, columns: int | None = None
-    ) -> None:
-        """Read a tensor of the files, or the part that begins at a corner.
-
-        columns: number of its columns, if its last dimension is not a whole row
-        """
-
-
-class Coded(Protocol):
-    """A tensor that is made of several of the files.
-
-    kind: block type as which it is read
-    parts: names of all of them, that of the numbers first
-    """
-
-    @property
-    def kind(self) -> BlockType: ...
-
-    @property
-    def parts(self) -> tuple[str, ...]: ...
-
-    def shape(self, stored: Mapping[str, Stored], path: Path) -> tuple[int, ...]:
-        """Return its shape. Raise UnsupportedModelError or CheckpointError, which name `path`."""
-
-    def read_blocks(self, read: Read, into: torch.Tensor, corner: Corner) -> None:
-        """TensorSource.read_blocks."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +57,7 @@ class FP8:
         return self.name, self.scaled, *self.held
 
     def shape(self, stored: Mapping[str, Stored], path: Path) -> tuple[int, ...]:
-        """Coded.shape."""
+        """QuantisedTensor.shape."""
         name, size = self.name, self.kind.elements
         shape = stored[name].shape
         if len(shape) != 2 or shape[1] % size:
@@ -103,7 +72,7 @@ class FP8:
         return shape
 
     def read_blocks(self, read: Read, into: torch.Tensor, corner: Corner) -> None:
-        """Coded.read_blocks."""
+        """QuantisedTensor.read_blocks."""
         import torch
 
         size, (tall, wide) = self.kind.elements, self.tile or (0, 0)
@@ -155,7 +124,7 @@ class MXFP4:
         return self.name + _BLOCKS, self.name + _EXPONENTS
 
     def shape(self, stored: Mapping[str, Stored], path: Path) -> tuple[int, ...]:
-        """Coded.shape."""
+        """QuantisedTensor.shape."""
         numbers, exponents = (stored[part].shape for part in self.parts)
         if numbers != (*exponents, self.kind.elements // 2):
             raise CheckpointError(
@@ -165,7 +134,7 @@ class MXFP4:
         return (*exponents[:-1], exponents[-1] * self.kind.elements)
 
     def read_blocks(self, read: Read, into: torch.Tensor, corner: Corner) -> None:
-        """Coded.read_blocks."""
+        """QuantisedTensor.read_blocks."""
         import torch
 
         size, (blocks, scales) = self.kind.elements, self.parts
@@ -183,15 +152,11 @@ class MXFP4:
         into.copy_(made.flatten(1).view(into.shape))
 
 
-def coded_tensors(
-    stored: Mapping[str, Stored], quantised: Quantisation | None = None
-) -> dict[str, Coded]:
-    """Return the tensors that are made of several, by their names."""
-    found: dict[str, Coded] = {
+def float_tensors(stored: Mapping[str, Stored]) -> dict[str, FP8 | MXFP4]:
+    """Return the tensors of a checkpoint in FP8 and MXFP4, by their names."""
+    found: dict[str, FP8 | MXFP4] = {
         name: FP8.of(name, stored) for name, each in stored.items() if each.dtype == "F8_E4M3"
     }
-    if quantised is not None:
-        found.update(integer_matrices(stored, quantised.method))
     for name, each in stored.items():
         base = name.removesuffix(_BLOCKS)
         exponents = stored.get(base + _EXPONENTS)

@@ -17,7 +17,7 @@ _INSTEAD = "use a bfloat16 checkpoint or a GGUF file instead"
 
 
 class Method(Enum):
-    """What a quantised matrix consists of (`coded`, `integers`)."""
+    """What a quantised matrix consists of (`floats`, `integers`)."""
 
     FP8 = "FP8"
     MXFP4 = "MXFP4"

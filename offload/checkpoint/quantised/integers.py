@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from triforce_kernels.weights.block_types import INT4
-from triforce_offload.checkpoint.quantisation import Method
+from triforce_offload.checkpoint.quantised.methods import Method
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
 
     from triforce_kernels.weights.block_types import BlockType
-    from triforce_offload.checkpoint.coded import Read
     from triforce_offload.checkpoint.opened import Stored
+    from triforce_offload.checkpoint.quantised.tensor import Read
 
 # Integers of 4 bits in one of 32.
 _PACKED = 8
@@ -89,7 +89,7 @@ class Integers(ABC):
         return tuple(self.name + part for part in (self.packed, self.scale, *self.held))
 
     def shape(self, stored: Mapping[str, Stored], path: Path) -> tuple[int, ...]:
-        """Coded.shape."""
+        """QuantisedTensor.shape."""
         packed, scales, zeros = (self.name + part for part in (self.packed, self.scale, self.zero))
         if not self.groups or self.columns % self.groups:
             raise CheckpointError(f"{path}: {scales} is missing or does not fit {packed}")
@@ -109,7 +109,7 @@ class Integers(ABC):
         return self.rows, self.columns
 
     def read_blocks(self, read: Read, into: torch.Tensor, corner: Corner) -> None:
-        """Coded.read_blocks."""
+        """QuantisedTensor.read_blocks."""
         import torch
 
         kind = self.kind
