@@ -30,7 +30,7 @@ def parse_bytes(text: str | int) -> int:
     else:
         match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
         if match is None or match[2].lower() not in _UNITS:
-            raise UsageError(f"{text!r} is not a size; write it like 22GiB, 512MiB or 4096")
+            raise UsageError(f"{text!r} is not a size; write it like 22GiB or 512MiB")
         size = int(float(match[1]) * _UNITS[match[2].lower()])
         if not match[2] and 0 < size < _LEAST_BYTES:
             raise UsageError(f"{text!r} has no unit: write it like {text}GiB")

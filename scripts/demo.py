@@ -37,7 +37,7 @@ LINK, LINK_FOR_WEIGHTS = "0.3GB/s", "4GB/s"
 NEXT = """
 Try next:
   bash scripts/demo.sh --chat                             talk to this model
-  .venv/bin/triforce list                                 models on this machine
+  .venv/bin/triforce list .venv                           this model, and others on this machine
   .venv/bin/triforce plan llama3.1-8b --gpu rtx4090 --context 131072"""
 
 

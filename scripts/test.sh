@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
-# Lint and tests, a process a core (four at most). Arguments go to pytest; --all runs slow tests and
-# whole grids too, --part 0/3 a third of these.
+# Lint and tests, in a process for each core (four at most).
+#
+#   bash scripts/test.sh             the usual tests
+#   bash scripts/test.sh --all       slow tests and whole grids too
+#   bash scripts/test.sh --part 0/3  the usual tests, and a third of the slow ones
+#
+# Further arguments go to pytest, such as -k NAME or a file.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+show_help "$@"
 use_venv "${EXTRAS:-[test,docs]}"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .

@@ -1,5 +1,15 @@
 # Sourced by demo.sh and test.sh: makes .venv if it is missing and installs what changed.
-# Usage: source scripts/venv.sh; use_venv EXTRAS   (e.g. "" or "[test]")
+# Usage: source scripts/venv.sh; show_help "$@"; use_venv EXTRAS   (e.g. "" or "[test]")
+
+# Prints the comment at the top of the calling script, if --help is the first argument.
+show_help() {
+    case "${1:-}" in
+    -h | --help)
+        sed -n '2,/^[^#]/ s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+    esac
+}
 
 use_venv() {
     local root stamp wanted
@@ -24,7 +34,7 @@ use_venv() {
     wanted="$(cat setup.py pyproject.toml constraints.txt scripts/venv.sh kernels/host/source/*.* \
         kernels/host/source/makes/* | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-        echo "installing into .venv (once) ..." >&2
+        echo "installing into .venv, which takes one to three minutes (once) ..." >&2
         # Without --no-compile pip would compile all of PyTorch; Python compiles what is used.
         .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
             -c constraints.txt -e ".$1" || exit 1

@@ -104,7 +104,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(name, value, value is None or (isinstance(value, str) and value), "a text")
         if self.grammar is not None and self.json_schema is not None:
-            raise UsageError("grammar and json_schema are one or the other")
+            raise UsageError("grammar and json_schema cannot be given together")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stops)
         for text in stops:

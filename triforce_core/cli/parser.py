@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from triforce_core.cli.terminal.output import ERROR, say
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
+# argparse expands abbreviations of options with one dash in any case.
+_AMBIGUOUS = re.compile(r"ambiguous option: (\S+) could match .*")
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.+)\)")
 # What argparse says of a value that its type cannot read.
 _INVALID = re.compile(r"invalid (\w+) value: ('.*')")
@@ -49,10 +51,14 @@ def for_experts(action: argparse.Action) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that ends with one line on stderr and exit code 2. Abbreviations are errors."""
+    """A parser that ends with one line on stderr and exit code 2. Abbreviations are errors.
+
+    elsewhere: options of other programs and commands, and what stands for each here
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.elsewhere = dict(_ELSEWHERE)
 
     def format_help(self, *, everything: bool = False) -> str:
         """Return the help. everything: whether to include options for experts"""
@@ -72,6 +78,7 @@ class Parser(argparse.ArgumentParser):
         if invalid := _INVALID.search(message):
             kind = "a number" if invalid[1] == "float" else "a whole number"
             message = f"{message[: invalid.start()]}{invalid[2]} is not {kind}"
+        message = _AMBIGUOUS.sub(r"unrecognized arguments: \1", message)
         say(f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help", ERROR)
         self.exit(2)
 
@@ -101,6 +108,9 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """Parse arguments as argparse does. Each command reports its own unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
+        if len(unknown) == 1 and not unknown[0].startswith("-"):
+            # argparse takes no optional argument that comes after an option.
+            unknown = [] if _taken(parsed, unknown[0]) else unknown
         if unknown:
             command = getattr(parsed, "parser", self)
             command.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -111,9 +121,13 @@ class Parser(argparse.ArgumentParser):
             known = [name.strip(" '") for name in choice[2].split(",")]
             return _nearest(choice[1], known)
         if unknown := _UNKNOWN.search(message):
-            flag = unknown[1].split("=")[0].partition(" ")[0]
-            if flag in _ELSEWHERE:
-                return f" (here it is {_ELSEWHERE[flag]})"
+            words = [word.partition("=")[0] for word in unknown[1].split(" ")]
+            known = [word for word in words if word in self.elsewhere]
+            if len(known) > 1:
+                return f" (here {', '.join(f'{flag} is {self.elsewhere[flag]}' for flag in known)})"
+            if known:
+                return f" (here it is {self.elsewhere[known[0]]})"
+            flag = words[0]
             flags = [name for name in self._option_string_actions if name.startswith("--")]
             # An abbreviation is not expanded; the error names the flags it may stand for.
             begun = [name for name in flags if flag.startswith("--") and name.startswith(flag)]
@@ -147,6 +161,19 @@ class Explained(argparse.Action):
         option_string: str | None = None,
     ) -> NoReturn:
         parser.error(f"{option_string}: {self.const}")
+
+
+def _taken(parsed: argparse.Namespace, word: str) -> bool:
+    """Give a word to the optional argument of a command, if it has one that is not given. Return
+    whether it took the word.
+    """
+    actions = getattr(getattr(parsed, "parser", None), "_actions", ())
+    for action in actions:
+        optional = action.nargs == "?" and not action.option_strings
+        if optional and getattr(parsed, action.dest) is None:
+            setattr(parsed, action.dest, word)
+            return True
+    return False
 
 
 def _nearest(name: str, known: list[str]) -> str:

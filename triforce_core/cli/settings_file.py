@@ -84,6 +84,8 @@ def _of_file(
     common = {name: each for name, each in settings.items() if name not in tables}
     anywhere = {flag for name in _COMMON for flag in known[name]}
     for key in common:
+        if f"--{_name(key)}" in _NOT_KEPT:
+            raise UsageError(f"{path}: {key} cannot be set here; give it on the command line")
         if _name(key) not in anywhere:
             raise UsageError(f"{path}: there is no setting {key}{_nearest(key, anywhere)}")
     flags = []
@@ -125,10 +127,22 @@ def _as_flags(
                 raise UsageError(f"{where}: {key} is true or false, not {value!r}")
             continue
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, (bool, dict, list)):
+            if isinstance(each, (bool, dict, list)) or not _readable(known[name], str(each)):
                 raise UsageError(f"{where}: {key} cannot be {each!r}")
             flags.append(f"--{name}={each}")
     return flags
+
+
+def _readable(action: argparse.Action, value: str) -> bool:
+    """Return whether an option takes a value."""
+    if action.choices is not None and value not in action.choices:
+        return False
+    try:
+        if callable(action.type):
+            action.type(value)
+    except (argparse.ArgumentTypeError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _name(key: str) -> str:

@@ -160,7 +160,7 @@ class Plan:
                 for words, layers in (
                     ("{} on disk", placement.file_layers),
                     ("the high bits of {}", placement.split_layers),
-                    ("of {} layers all but the experts", placement.expert_layers),
+                    ("{} without their experts", placement.expert_layers),
                     ("{} computed by the CPU", placement.processor_layers),
                 )
                 if layers

@@ -79,10 +79,11 @@ class Asking:
         params = [self._fitting(each, body.params) for each in asked]
         return await self._answer(request, body, asked, params, wording_of())
 
-    def check(self, model: str) -> None:
+    def check(self, model: str | None) -> None:
         """Raise NotReadyError, or UnknownModelError for another model than the one served."""
         self.worker.check_ready()
-        if model.removesuffix(SUFFIX) != self.settings.name.removesuffix(SUFFIX):
+        served = self.settings.name
+        if model is not None and model.removesuffix(SUFFIX) != served.removesuffix(SUFFIX):
             raise UnknownModelError(other_model(model, self.settings))
 
     def token_text(self, token: int) -> str:

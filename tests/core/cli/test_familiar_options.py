@@ -46,6 +46,23 @@ def test_options_without_a_counterpart_name_what_takes_their_place(
     assert (code, options[0] in err, instead in err) == (2, True, True)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("-n", "100"), "unrecognized arguments: -n (here it is max_tokens in a request)"),
+        (("--temperature", "0"), "(here it is temperature in a request)"),
+        (("--top-k=3",), "(here it is top_k in a request)"),
+        (
+            ("--alias", "a", "--max-model-len", "9"),
+            "(here --alias is --name, --max-model-len is --ctx-size)",
+        ),
+    ],
+)
+def test_a_server_says_what_requests_set(capsys, options: tuple[str, ...], said: str) -> None:
+    code, _, err = run(capsys, "serve", "x", *options)
+    assert (code, said in err) == (2, True), err
+
+
 def test_names_of_llama_cpp_do_the_same(speaking, capsys, tmp_path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("Hello")

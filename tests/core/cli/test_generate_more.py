@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import GREEDY, run
+from helpers import write_tokens_of_bytes
 
 from bench.plot_trace import read_trace
 
@@ -38,6 +39,31 @@ def test_json_lines_hold_the_text_and_the_stats(speaking, capsys) -> None:
     assert "".join(line["text"] for line in lines[:-1]) == whole
     assert {line["origin"] for line in lines[:-1]} <= {"accepted", "corrected", "bonus", "plain"}
     assert lines[-1]["finish_reason"] == lines[-1]["stats"]["finish_reason"] == "length"
+
+
+def test_a_grammar_is_checked_before_the_model_is_loaded(
+    speaking, capsys, tmp_path, monkeypatch
+) -> None:
+    loads = []
+    monkeypatch.setattr("triforce_core.engine.Engine.from_pretrained", loads.append)
+    file = tmp_path / "wrong.lark"
+    file.write_text("start: (")
+    code, out, err = run(capsys, "generate", speaking, *TEXT, "--grammar", file)
+    assert (code, out, loads) == (2, "", [])
+    assert "the grammar cannot be used" in err
+
+
+def test_a_text_that_is_cut_before_its_grammar_ends_says_so(capsys, tmp_path) -> None:
+    write_tokens_of_bytes(tmp_path)
+    file = tmp_path / "digits.lark"
+    file.write_text("start: /[0-9]{20}/")
+    options = ("--prompt", "Hello there", "--device", "cpu", "--temperature", "0", "--quiet")
+    options = ("generate", tmp_path, *options, "--grammar", file)
+    code, out, err = run(capsys, *options, "-n", "8")
+    assert (code, len(out.strip())) == (0, 8), err
+    assert "the text ends after 8 tokens, before its grammar does (-n)" in err
+    code, out, err = run(capsys, *options, "-n", "30")
+    assert (code, len(out.strip()), err) == (0, 20, "")
 
 
 def test_messages_and_a_system_prompt_go_into_the_template(speaking, capsys, tmp_path) -> None:

@@ -33,12 +33,20 @@ def test_positions_are_those_of_the_published_files(capsys) -> None:
     plan = ("plan", "qwen3-8b", "--gpu", "rtx4090")
     assert "40960 tokens of context" in run(capsys, *plan)[1]
     assert "declare" not in run(capsys, *plan)[1]
-    longer = run(capsys, *plan, "--context", 131072)[1]
-    assert "The published files declare 40,960 positions" in longer
+    said = "The published files declare 40,960 positions"
+    assert said in run(capsys, *plan, "--context", 131072)[1]
+    assert said in run(capsys, *plan, "--sweep", "context")[1]
+
+
+def test_a_processor_without_a_rate_of_products_computes_nothing_and_says_so(capsys) -> None:
+    code, _, err = run(capsys, "plan", *LLAMA, "--host-bandwidth", "60GB/s")
+    assert (code, "the CPU computes nothing in this plan" in err) == (0, True)
+    assert run(capsys, "plan", *LLAMA)[2] == ""
 
 
 def test_a_run_without_a_retrieval_level_measures_no_acceptance_of_one(capsys, tmp_path) -> None:
     stats = {"acceptance": {"target": None, "retrieval": None}, "retrieval": None}
     (tmp_path / "stats.json").write_text(json.dumps(stats))
-    out = run(capsys, "plan", *LLAMA, "--stats", tmp_path / "stats.json")[1]
+    _, out, err = run(capsys, "plan", *LLAMA, "--stats", tmp_path / "stats.json")
     assert ", assumed" in " ".join(out.split())
+    assert "stats.json holds no acceptance of drafts: it is assumed" in err

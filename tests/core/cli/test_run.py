@@ -35,6 +35,8 @@ def test_one_message_is_answered_from_the_line_or_a_pipe(
     assert code == 0
     assert expected.strip()
     assert run(capsys, "run", speaking, "Hello", *TINY) == (0, expected, "")
+    assert run(capsys, "run", speaking, *TINY, "Hello") == (0, expected, "")
+    assert run(capsys, "run", *TINY[:2], speaking, *TINY[2:], "Hello") == (0, expected, "")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     assert run(capsys, "run", speaking, *TINY) == (0, expected, "")
     monkeypatch.setattr(sys, "stdin", io.StringIO("One\n/exit\nTwo"))
@@ -51,6 +53,12 @@ def test_one_message_is_answered_from_the_line_or_a_pipe(
     with open(os.devnull) as file:
         monkeypatch.setattr(sys, "stdin", file)
         assert run(capsys, "run", speaking, "One\n\nTwo", *TINY) == expected
+
+
+def test_two_messages_and_unknown_options_are_refused(capsys, speaking: Path) -> None:
+    for more in (("Hello", "again"), ("Hello", "--quite", "again"), ("--quite",)):
+        code, _, err = run(capsys, "run", speaking, *TINY, *more)
+        assert (code, "unrecognized arguments" in err) == (2, True)
 
 
 def test_an_empty_message_is_refused(capsys, speaking: Path, monkeypatch) -> None:

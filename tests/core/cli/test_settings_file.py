@@ -63,8 +63,8 @@ def test_switches_and_lists(speaking, capsys, tmp_path, file) -> None:
         ("quiet = 3", "quiet is true or false, not 3"),
         ("stop = [[1]]", "stop cannot be [1]"),
         ("x = ", "cannot read settings from"),
-        ("temperature = 'hot'", "argument --temperature: 'hot' is not a number"),
-        ("model = 'x'", "there is no setting model"),
+        ("temperature = 'hot'", "settings.toml: temperature cannot be 'hot'"),
+        ("model = 'x'", "model cannot be set here; give it on the command line"),
     ],
 )
 def test_mistakes_are_named(speaking, capsys, file, content: str, said: str) -> None:

@@ -161,7 +161,7 @@ def test_what_is_no_grammar_is_refused(speaking, tiny) -> None:
             with pytest.raises(UsageError, match=f"the {name} cannot be used"):
                 running.generate(PROMPT, SamplingParams(9, **{name: wrong}))
         assert running.generate(PROMPT, SamplingParams(2)).stats["new_tokens"] == 2
-    with pytest.raises(UsageError, match="one or the other"):
+    with pytest.raises(UsageError, match="cannot be given together"):
         SamplingParams(grammar=DIGITS, json_schema="{}")
     path, _ = tiny("llama")
     with (

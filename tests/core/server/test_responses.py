@@ -122,7 +122,7 @@ def test_reasoning_and_text_between_calls_are_kept(tooled: Running) -> None:
 
 
 def test_a_response_that_fails_keeps_its_text() -> None:
-    wording = Responses(ResponsesRequest(model="tiny", input="Hi"), None, WholeAnswer)
+    wording = Responses("tiny", ResponsesRequest(input="Hi"), None, WholeAnswer)
     wording.begin(1)
     for text in "Hel", "lo":
         wording.piece(0, Piece(text, "plain"))

@@ -17,7 +17,9 @@ from helpers import PLACEMENTS
 from running import CONTEXT, HELLO, Running, serving, slow, until
 
 from triforce_core import Completion, Engine
+from triforce_core.cli.serve.command import log_text
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.worker import Job
 from triforce_offload.errors import UsageError
 
 CHAT = "/v1/chat/completions"
@@ -181,11 +183,16 @@ def test_a_full_queue_says_when_to_come_back(speaking) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine(speaking, monkeypatch, stream: bool) -> None:
+def test_a_client_that_leaves_frees_the_engine(speaking, monkeypatch, capsys, stream: bool) -> None:
     with slow(speaking) as running:
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 250, "stream": stream}
         results: list[Completion] = []
-        monkeypatch.setattr(running.worker, "_served", lambda job, result: results.append(result))
+
+        def served(job: Job, result: Completion) -> None:
+            log_text(job, result)
+            results.append(result)
+
+        monkeypatch.setattr(running.worker, "_served", served)
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
         connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
         until(lambda: running.worker.running)
@@ -201,6 +208,20 @@ def test_a_client_that_leaves_frees_the_engine(speaking, monkeypatch, stream: bo
         assert len(cut.token_ids) < 250
         short = body | {"max_tokens": 1, "stream": False}
         assert running.ask("POST", CHAT, short)[0] == 200
+    said = capsys.readouterr().err
+    new = len(cut.token_ids)
+    assert re.search(rf"text: \d+ prompt tokens \(0 reused\), {new} new, interrupted, ", said)
+
+
+def test_a_request_need_not_name_the_model(server) -> None:
+    for path, body in (
+        (CHAT, {"messages": HELLO, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 1}),
+    ):
+        status, _, answer = server.ask("POST", path, body)
+        assert (status, json.loads(answer)["model"]) == (200, "tiny")
+        assert server.ask("POST", path, body | {"model": "other"})[0] == 404
 
 
 def test_streams_say_that_they_are_alive(speaking, monkeypatch) -> None:

@@ -22,6 +22,7 @@ from triforce_core.loading.devices import open_device
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.params import SamplingParams
 from triforce_core.plan.plan import Plan
+from triforce_core.requests.guiding import guide_of
 from triforce_core.requests.run_all import run_all
 from triforce_core.requests.stream import Completion, Piece
 from triforce_core.settings import EngineConfig
@@ -62,6 +63,8 @@ class Run:
             self._plan.check(model.name, model.checkpoint.config, device)
         if args.color_levels and not args.quiet and takes_colors(sys.stderr):
             say(LEVEL_LEGEND)
+        # A grammar with an error is reported before the model is loaded, which may take minutes.
+        guide_of(params, model.tokenizer, model.checkpoint.config)
         with ExitStack() as stack:
             engine = stack.enter_context(
                 Engine.from_pretrained(model, config, progress=self._bars.update)
@@ -121,6 +124,7 @@ class Run:
                 bars.stop()
             if stream.ended:
                 self._report(stream.result, output)
+                _say_if_cut(params, stream.result)
                 self._say_if_planned_otherwise(engine, stream.result)
         if stop.number is not None and stream.result.finish_reason == "interrupted":
             return exit_code(stop.number)
@@ -201,6 +205,15 @@ class Run:
                 "forgets them",
                 WARNING,
             )
+
+
+def _say_if_cut(params: SamplingParams, result: Completion) -> None:
+    """Warn about a text that a grammar or a schema would have continued."""
+    follows = params.grammar is not None or params.json_schema is not None
+    if follows and result.finish_reason == "length":
+        what = "grammar" if params.grammar is not None else "JSON schema"
+        new = result.stats["new_tokens"]
+        say(f"triforce: the text ends after {new} tokens, before its {what} does (-n)", WARNING)
 
 
 def _with_room(params: SamplingParams, task: Task, engine: Engine) -> SamplingParams:

@@ -37,7 +37,7 @@ def list_models(args: argparse.Namespace) -> int:
     if found:
         printer.print(_table(found, machine))
         printer.print(
-            "triforce run MODEL talks to one of them, and triforce plan MODEL says how fast it is.",
+            "triforce run MODEL talks to one; triforce plan MODEL says how fast it is.",
             soft_wrap=True,
         )
     else:

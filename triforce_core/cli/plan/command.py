@@ -12,7 +12,7 @@ from triforce_core.cli.plan.plot import check as check_plot
 from triforce_core.cli.plan.plot import plot
 from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.plan.trace import trace_of
-from triforce_core.cli.terminal.output import say
+from triforce_core.cli.terminal.output import WARNING, say
 from triforce_core.model.checkpoints.eagle3 import eagle3_at, planned_eagle3, typical_eagle3
 from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
 from triforce_core.model.config import ModelConfig
@@ -164,6 +164,12 @@ def _host_compute(args: argparse.Namespace) -> float | str:
     """Return what the processor may compute, as an engine takes it. Raises UsageError."""
     if args.host_flops is not None and args.host_bandwidth is None and args.gpu is not None:
         raise UsageError("--host-flops needs --host-bandwidth, the rate at which weights are read")
+    if args.host_bandwidth and args.host_flops is None and args.gpu is not None:
+        say(
+            "the CPU computes nothing in this plan: give the rate of its products too, as in "
+            "--host-flops 1.5e12",
+            WARNING,
+        )
     return EngineConfig().changed(host_compute=args.host_compute).host_compute
 
 
@@ -271,7 +277,10 @@ def _curve(
     curve = AcceptanceCurve()
     if args.stats:
         # A measured acceptance is assumed to hold at the planned context length.
-        curve = replace(AcceptanceCurve.measured(args.stats), context=context)
+        measured = AcceptanceCurve.measured(args.stats)
+        if measured == curve:
+            say(f"{args.stats} holds no acceptance of drafts: it is assumed", WARNING)
+        curve = replace(measured, context=context)
     if draft_config is not None and not args.stats:
         inner = HEAD_ACCEPTANCE if draft_config.layers[0].joins else MODEL_ACCEPTANCE
         curve = replace(curve, inner=inner)

@@ -48,11 +48,7 @@ def print_plan(
         # A path that is longer than a line stays whole, so that the command can be copied.
         console.print(text, soft_wrap=True)
     console.print("It takes the prompt from standard input, or from --prompt-file FILE.")
-    if (published := read_model(model).published) and case.context > published:
-        console.print(
-            f"The published files declare {published:,} positions. For more, config.json needs the "
-            "rope scaling (YaRN) that the authors describe."
-        )
+    _say_if_beyond(console, model, case.context)
     if faster := faster_by_copies(chosen):
         console.print(
             "Faster: add --draft-weights int4 for "
@@ -69,6 +65,15 @@ def print_plan(
 
 def _copies(chosen: Candidate) -> str:
     return format_bytes(chosen.memory.device_parts["draft_copies"])
+
+
+def _say_if_beyond(console: Printer, model: str, context: int) -> None:
+    """Print a note if a context is longer than the published files allow."""
+    if (published := read_model(model).published) and context > published:
+        console.print(
+            f"The published files declare {published:,} positions. For more, config.json needs the "
+            "rope scaling (YaRN) that the authors describe."
+        )
 
 
 def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -> None:
@@ -99,6 +104,7 @@ def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -
         if "refused" in row:
             gpus = f"{row['gpus']} GPU{'s' if row['gpus'] > 1 else ''}"
             console.print(f"{row['context']} tokens, {gpus}, {row['link']}: {row['refused']}")
+    _say_if_beyond(console, model, max(row["context"] for row in rows))
 
 
 def _swept(row: dict[str, Any]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from triforce_core.cli.generate.arguments import (
@@ -11,11 +10,25 @@ from triforce_core.cli.generate.arguments import (
     add_sequences,
 )
 from triforce_core.cli.options import add_option
+from triforce_core.cli.parser import Parser
 from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_core.server.settings import ServerSettings
 
+_FIELDS = ("top_p", "top_k", "min_p", "stop", "logit_bias")
+_FIELDS += ("repeat_penalty", "presence_penalty", "frequency_penalty")
+# What clients set for each request, by the options of `triforce generate` and others' servers.
+_OF_REQUESTS = {
+    **dict.fromkeys(("-n", "--max-new-tokens", "--n-predict", "--max-tokens"), "max_tokens"),
+    **dict.fromkeys(("-s", "--seed"), "seed"),
+    **dict.fromkeys(("--temp", "--temperature"), "temperature"),
+    **dict.fromkeys(("-sys", "--system", "--system-prompt"), "a message of the role system"),
+    "--json-schema": "response_format",
+    **{"--" + name.replace("_", "-"): name for name in _FIELDS},
+}
 
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+
+def add_serve_arguments(parser: Parser) -> None:
+    parser.elsewhere |= {flag: f"{field} in a request" for flag, field in _OF_REQUESTS.items()}
     add_model_argument(parser)
     group = parser.add_argument_group("server")
 
@@ -50,6 +63,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(AS_TEMPLATE, ON, OFF),
     )
     add("max_body", "largest request, such as 32MiB", expert=True, metavar="SIZE")
-    group.add_argument("--log-requests", action="store_true", help="log a line for each request")
+    group.add_argument(
+        "--log-requests",
+        action="store_true",
+        help="log a line for each request, and one for each text when it ends",
+    )
     group.add_argument("--quiet", action="store_true", help="log only warnings")
     add_machine_and_method(parser)

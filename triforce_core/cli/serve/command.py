@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from triforce_core.cli.chat.command import DEFAULT_CONTEXT
 from triforce_core.cli.options import engine_config, given
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.terminal.leaving import leave
-from triforce_core.cli.terminal.output import JSON_LOGGING, announce, logs_json, say
+from triforce_core.cli.terminal.output import JSON_LOGGING, WARNING, announce, logs_json, say
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import UsageError
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from uvicorn import Config
 
     from triforce_core.engine import Engine
-    from triforce_core.server.worker import Worker
+    from triforce_core.requests.stream import Completion
+    from triforce_core.server.worker import Job, Worker
 
 KEY_VARIABLE = "TRIFORCE_API_KEY"
 
@@ -58,20 +60,18 @@ def serve(args: argparse.Namespace) -> int:
     settings = ServerSettings(**{**given(args, ServerSettings), **named, "api_key": key})
     config = _config(args, model)
 
-    def load(progress: Callable[[str, int, int], None]) -> Engine:
-        from triforce_core.engine import Engine
-
-        try:
-            return Engine.from_pretrained(model, config, progress=progress)
-        finally:
-            model.close()
-
     def announce(engine: Engine) -> None:
         say(f"plan: {engine.plan_line}")
         say(f"ready: http://{settings.host}:{settings.port}/ and /v1; the model is {settings.name}")
 
     metrics = Metrics()
-    worker = Worker(load, settings.queue, settings.contexts, metrics.served)
+
+    def served(job: Job, result: Completion | BaseException) -> None:
+        metrics.served(job, result)
+        if args.log_requests:
+            log_text(job, result)
+
+    worker = Worker(_loader(model, config), settings.queue, settings.contexts, served)
     if not args.quiet:
         worker.became_ready = announce
     run(
@@ -88,6 +88,34 @@ def serve(args: argparse.Namespace) -> int:
         ),
     )
     return 0
+
+
+def _loader(
+    model: OpenModel, config: EngineConfig
+) -> Callable[[Callable[[str, int, int], None]], Engine]:
+    """Return what loads the engine, and then closes the model's files."""
+
+    def load(progress: Callable[[str, int, int], None]) -> Engine:
+        from triforce_core.engine import Engine
+
+        try:
+            return Engine.from_pretrained(model, config, progress=progress)
+        finally:
+            model.close()
+
+    return load
+
+
+def log_text(job: Job, result: Completion | BaseException) -> None:
+    """Log a text that has ended, also if its client has gone."""
+    seconds = time.monotonic() - job.asked
+    if isinstance(result, BaseException):
+        say(f"text: {type(result).__name__} after {seconds:.1f} s: {result}", WARNING)
+        return
+    stats = result.stats
+    tokens = f"{stats['prompt_tokens']} prompt tokens ({stats['reused_tokens']} reused)"
+    line = f"text: {tokens}, {stats['new_tokens']} new, {result.finish_reason}, {seconds:.1f} s"
+    say(line, finish_reason=result.finish_reason, seconds=seconds)
 
 
 def run(worker: Worker, config: Config) -> None:

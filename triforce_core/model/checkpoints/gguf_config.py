@@ -79,7 +79,8 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     architecture = source.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise UnsupportedModelError(
-            f"{where}: architecture {architecture!r} is not supported (only {', '.join(_FAMILIES)})"
+            f"{where}: architecture {architecture!r} is not supported; docs/models.md lists those "
+            "that are"
         )
     family = _FAMILIES[architecture]
     if f"{architecture}.attention.sliding_window" in source.metadata:

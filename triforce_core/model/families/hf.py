@@ -123,8 +123,7 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
             "an EAGLE-3 head is no model of its own: it drafts for one (--draft)"
         )
     what = f"architecture {named!r} is" if named else "a config that names no architecture is"
-    known = ", ".join((*ARCHITECTURES, *_AROUND_TEXT))
-    raise UnsupportedModelError(f"{what} not supported (only {known})")
+    raise UnsupportedModelError(f"{what} not supported; docs/models.md lists those that are")
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:

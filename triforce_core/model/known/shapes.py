@@ -9,7 +9,6 @@ from typing import Any
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf, quantised
 from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
@@ -305,7 +304,8 @@ def read_model(name: str) -> Shape:
             checkpoint.close()
     if not path.exists() and (family := unsupported_family(name)):
         raise UnsupportedModelError(
-            f"{name} is of a family that is not supported: {family} (only {', '.join(FAMILIES)})"
+            f"{name} is of a family that is not supported: {family}; docs/models.md lists those "
+            "that are"
         )
     if not path.exists():
         raise UsageError(

@@ -204,6 +204,8 @@ def token_ids_of(prompt: str | Iterable[int], tokenizer: Tokenizer | None, vocab
 
 def _token_id(token: object, vocab: int) -> int:
     """Convert a token id, which may be an integer of numpy or torch. Raises UsageError."""
+    if isinstance(token, Mapping):
+        raise UsageError("a prompt is text or a list of token ids; Engine.chat answers messages")
     try:
         number = -1 if isinstance(token, bool) else operator.index(token)
     except TypeError:

@@ -58,7 +58,7 @@ def _fewer_bytes(chosen: Candidate) -> str:
         remedies.append("longer drafts")
     if case.host_compute == AUTO and not case.hardware.emulated:
         known = chosen.round.processor.known
-        remedies += [] if known else ["a CPU that computes too (--host-flops)"]
+        remedies += [] if known else ["a CPU that computes too (--host-bandwidth and --host-flops)"]
     remedies.append("more device memory")
     return " or ".join(remedies)
 

@@ -58,6 +58,6 @@ def format_of(template: str) -> ToolFormat:
     if form is None:
         raise UsageError(
             "this model's chat template has no format of tool calls that is known here "
-            "(known: Qwen, Llama 3, gpt-oss, Gemma 4, GLM, Mistral)"
+            "(known: Qwen, Llama 3, gpt-oss, Gemma 4, GLM, Granite 4, Nemotron 3, Mistral)"
         )
     return form

@@ -127,7 +127,8 @@ class Reasoning(Strict):
 
 
 class ResponsesRequest(Strict):
-    model: str
+    # None for the model that is served.
+    model: str | None = None
     input: Annotated[
         list[Item],
         Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES),

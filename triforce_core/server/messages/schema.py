@@ -118,7 +118,8 @@ class StreamOptions(Strict):
 class Sampled(Strict):
     """Fields that chat and completion requests share."""
 
-    model: str
+    # None for the model that is served.
+    model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None

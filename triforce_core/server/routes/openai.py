@@ -49,7 +49,7 @@ def openai_routes(asking: Asking) -> APIRouter:
     @router.post("/responses")
     async def respond(body: ResponsesRequest, request: Request) -> Response:
         def wording(new_split: NewSplit) -> Wording:
-            return Responses(body, asking.worker.engine.tokenizer, new_split)
+            return Responses(name, body, asking.worker.engine.tokenizer, new_split)
 
         return await asking.chat(request, body.as_chat(), wording)
 

@@ -21,7 +21,10 @@ class Responses:
 
     media_type = "text/event-stream"
 
-    def __init__(self, body: ResponsesRequest, tokenizer: Tokenizer, new_split: NewSplit) -> None:
+    def __init__(
+        self, model: str, body: ResponsesRequest, tokenizer: Tokenizer, new_split: NewSplit
+    ) -> None:
+        """model: name of the model that is served"""
         self._tokenizer = tokenizer
         self._new_split = new_split
         self._split = new_split()
@@ -36,7 +39,7 @@ class Responses:
             "id": _id("resp"),
             "object": "response",
             "created_at": int(time.time()),
-            "model": body.model,
+            "model": model,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
