@@ -43,6 +43,10 @@ _SHAPES = {
     "INT4_32": (16, 1),
     "INT4_64": (32, 1),
     "INT4_128": (32, 2),
+    "Q2_K": (32, 4),
+    "Q3_K": (32, 4),
+    "IQ4_NL": (16, 1),
+    "IQ4_XS": (16, 8),
 }
 
 
@@ -78,6 +82,14 @@ def _level(code, signs, byte):
     size = tl.where(octave == 0, first, (4 * low + 17) << tl.maximum(octave - 1, 0))
     sign = (tl.load(signs + (byte // 8)[None, :]).to(tl.int32) >> (byte % 8)[None, :]) & 1
     return tl.where(sign == 1, -size, size).to(tl.float32)
+
+
+@triton.jit
+def _nonlinear(code):
+    """Return what codes of IQ4 stand for: four constants have the 16 numbers as bytes, 128 more."""
+    low = tl.where(code < 4, 0x3F2D1801, 0x766A5D4F)
+    high = tl.where(code < 12, -0x5966727F, -0x0E263A4B)
+    return (_byte(tl.where(code < 8, low, high), code & 3) - 128).to(tl.float32)
 
 
 @triton.jit
@@ -133,6 +145,18 @@ def _scales_and_leasts(block, part):
 
 
 @triton.jit
+def _six_bits(block, index):
+    """Return scales of Q3_K by their indices, [rows, indices]: 16 of 6 bits less 32, whose lower 4
+    bits are in 8 bytes and upper 2 in 4 further ones.
+    """
+    lower = tl.load(block[:, None] + 96 + (index % 8)[None, :]).to(tl.int32)
+    upper = tl.load(block[:, None] + 104 + (index % 4)[None, :]).to(tl.int32)
+    lower = (lower >> (4 * (index // 8))[None, :]) & 15
+    upper = (upper >> (2 * (index // 4))[None, :]) & 3
+    return ((lower | (upper << 4)) - 32).to(tl.float32)
+
+
+@triton.jit
 def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr,
           BYTES: tl.constexpr):  # fmt: skip
     """Decode the numbers of a step of some rows.
@@ -151,6 +175,44 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
         scale = _half(block)[:, None]
         low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
         high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
+    elif KIND == "IQ4_NL":
+        both = tl.load(block[:, None] + 2 + byte[None, :]).to(tl.int32)
+        scale = _half(block)[:, None]
+        low, high = _nonlinear(both & 15) * scale, _nonlinear(both >> 4) * scale
+    elif KIND == "IQ4_XS":
+        # 32 numbers with a scale of 6 bits: 2 of them in two bytes for all, 4 in a half of a byte.
+        both = tl.load(block[:, None] + 8 + part * 16 + byte[None, :]).to(tl.int32)
+        upper = tl.load((block + 2).to(tl.pointer_type(tl.int16))).to(tl.int32) >> (2 * part)
+        lower = tl.load(block + 4 + part // 2).to(tl.int32) >> (4 * (part % 2))
+        six = (lower & 15) | ((upper & 3) << 4)
+        scale = (_half(block) * (six - 32).to(tl.float32))[:, None]
+        start += part * 32
+        low, high = _nonlinear(both & 15) * scale, _nonlinear(both >> 4) * scale
+    elif KIND == "Q2_K" or KIND == "Q3_K":
+        # Each half of 128 numbers has 32 bytes of 2 bits; bytes of two bits stand for 4 numbers.
+        quants: tl.constexpr = 16 if KIND == "Q2_K" else 32
+        half, pair = part // 2, part % 2
+        four = tl.load(block[:, None] + quants + half * 32 + byte[None, :]).to(tl.int32)
+        four = four >> (4 * pair)
+        low, high = four & 3, (four >> 2) & 3
+        first = half * 8 + pair * 4 + byte // 16
+        start += half * 128 + pair * 64
+        if KIND == "Q2_K":
+            scales = block[:, None] + first[None, :]
+            low_scale, high_scale = tl.load(scales).to(tl.int32), tl.load(scales + 2).to(tl.int32)
+            whole, least = _half(block + 80)[:, None], _half(block + 82)[:, None]
+            low = low.to(tl.float32) * (whole * (low_scale & 15).to(tl.float32)) - (
+                least * (low_scale >> 4).to(tl.float32)
+            )
+            high = high.to(tl.float32) * (whole * (high_scale & 15).to(tl.float32)) - (
+                least * (high_scale >> 4).to(tl.float32)
+            )
+        else:
+            thirds = tl.load(block[:, None] + byte[None, :]).to(tl.int32) >> (4 * half + 2 * pair)
+            low, high = low - 4 + ((thirds & 1) << 2), high - 4 + (((thirds >> 1) & 1) << 2)
+            whole = _half(block + 108)[:, None]
+            low = low.to(tl.float32) * (whole * _six_bits(block, first))
+            high = high.to(tl.float32) * (whole * _six_bits(block, first + 2))
     elif KIND == "MXFP4":
         both = tl.load(block[:, None] + 1 + byte[None, :]).to(tl.int32)
         scale = _power(block)[:, None]
