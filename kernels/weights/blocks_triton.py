@@ -21,7 +21,7 @@ from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 # Blocks of these types begin at multiples of 4 bytes, and all others at even addresses.
 _BEGIN_AT_FOURS = (
-    *("Q4_K", "Q5_K", "Q5_K_HIGH", "F8_E4M3", "F8_HIGH", "INT4_32", "INT4_64", "INT4_128"),
+    *("Q2_K", "Q4_K", "Q5_K", "Q5_K_HIGH", "F8_E4M3", "F8_HIGH", "INT4_32", "INT4_64", "INT4_128"),
 )
 # Steps that one program of `decode` processes.
 _STEPS = 4
@@ -86,10 +86,15 @@ def _level(code, signs, byte):
 
 @triton.jit
 def _nonlinear(code):
-    """Return what codes of IQ4 stand for: four constants have the 16 numbers as bytes, 128 more."""
-    low = tl.where(code < 4, 0x3F2D1801, 0x766A5D4F)
-    high = tl.where(code < 12, -0x5966727F, -0x0E263A4B)
-    return (_byte(tl.where(code < 8, low, high), code & 3) - 128).to(tl.float32)
+    """Return what codes of IQ4 stand for (ggml's `kvalues_iq4nl`): a polynomial that is nearer than
+    .44 to the 16 numbers, rounded. Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
+    A table would take a load, or several choices, for each number.
+    """
+    x = code.to(tl.float32)
+    sum = tl.fma(x, 0.00158604, 0.0310864)
+    sum = tl.fma(sum, x, -1.37193)
+    sum = tl.fma(sum, x, 24.1738)
+    return (tl.fma(sum, x, -126.567) + 12582912.0) - 12582912.0
 
 
 @triton.jit
@@ -145,15 +150,23 @@ def _scales_and_leasts(block, part):
 
 
 @triton.jit
-def _six_bits(block, index):
-    """Return scales of Q3_K by their indices, [rows, indices]: 16 of 6 bits less 32, whose lower 4
-    bits are in 8 bytes and upper 2 in 4 further ones.
+def _word(place):
+    """Return 4 bytes at an even address."""
+    pair = place.to(tl.pointer_type(tl.uint16))
+    return tl.load(pair).to(tl.int32) | (tl.load(pair + 1).to(tl.int32) << 16)
+
+
+@triton.jit
+def _of_halves(four, whole, byte, less: tl.constexpr):
+    """Return the scales of two tiles of 32 numbers, [rows, 32] each. four: bytes [rows], a factor
+    less `less` for each 16 numbers; whole: what they are multiplied by, [rows]
     """
-    lower = tl.load(block[:, None] + 96 + (index % 8)[None, :]).to(tl.int32)
-    upper = tl.load(block[:, None] + 104 + (index % 4)[None, :]).to(tl.int32)
-    lower = (lower >> (4 * (index // 8))[None, :]) & 15
-    upper = (upper >> (2 * (index // 4))[None, :]) & 3
-    return ((lower | (upper << 4)) - 32).to(tl.float32)
+    first = (byte < 16)[None, :]
+    low = tl.where(first, (whole * (_byte(four, 0) - less).to(tl.float32))[:, None],
+                   (whole * (_byte(four, 1) - less).to(tl.float32))[:, None])  # fmt: skip
+    high = tl.where(first, (whole * (_byte(four, 2) - less).to(tl.float32))[:, None],
+                    (whole * (_byte(four, 3) - less).to(tl.float32))[:, None])  # fmt: skip
+    return low, high
 
 
 @triton.jit
@@ -189,30 +202,30 @@ def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS
         start += part * 32
         low, high = _nonlinear(both & 15) * scale, _nonlinear(both >> 4) * scale
     elif KIND == "Q2_K" or KIND == "Q3_K":
-        # Each half of 128 numbers has 32 bytes of 2 bits; bytes of two bits stand for 4 numbers.
+        # Each half of 128 numbers has 32 bytes with 2 bits of four numbers each. Scales are of 16
+        # numbers.
         quants: tl.constexpr = 16 if KIND == "Q2_K" else 32
         half, pair = part // 2, part % 2
         four = tl.load(block[:, None] + quants + half * 32 + byte[None, :]).to(tl.int32)
         four = four >> (4 * pair)
         low, high = four & 3, (four >> 2) & 3
-        first = half * 8 + pair * 4 + byte // 16
         start += half * 128 + pair * 64
         if KIND == "Q2_K":
-            scales = block[:, None] + first[None, :]
-            low_scale, high_scale = tl.load(scales).to(tl.int32), tl.load(scales + 2).to(tl.int32)
-            whole, least = _half(block + 80)[:, None], _half(block + 82)[:, None]
-            low = low.to(tl.float32) * (whole * (low_scale & 15).to(tl.float32)) - (
-                least * (low_scale >> 4).to(tl.float32)
-            )
-            high = high.to(tl.float32) * (whole * (high_scale & 15).to(tl.float32)) - (
-                least * (high_scale >> 4).to(tl.float32)
-            )
+            scales = tl.load((block + half * 8 + pair * 4).to(tl.pointer_type(tl.int32)))
+            leasts = (scales >> 4) & 0x0F0F0F0F
+            low_least, high_least = _of_halves(leasts, _half(block + 82), byte, 0)
+            low_scale, high_scale = _of_halves(scales & 0x0F0F0F0F, _half(block + 80), byte, 0)
+            low = low.to(tl.float32) * low_scale - low_least
+            high = high.to(tl.float32) * high_scale - high_least
         else:
             thirds = tl.load(block[:, None] + byte[None, :]).to(tl.int32) >> (4 * half + 2 * pair)
             low, high = low - 4 + ((thirds & 1) << 2), high - 4 + (((thirds >> 1) & 1) << 2)
-            whole = _half(block + 108)[:, None]
-            low = low.to(tl.float32) * (whole * _six_bits(block, first))
-            high = high.to(tl.float32) * (whole * _six_bits(block, first + 2))
+            # Of 6 bits less 32: 4 of them in 8 bytes, and 2 in 4 further bytes.
+            lower = _word(block + 96 + pair * 4) >> (4 * half)
+            upper = _word(block + 104) >> (4 * half + 2 * pair)
+            scales = (lower & 0x0F0F0F0F) | ((upper & 0x03030303) << 4)
+            low_scale, high_scale = _of_halves(scales, _half(block + 108), byte, 32)
+            low, high = low.to(tl.float32) * low_scale, high.to(tl.float32) * high_scale
     elif KIND == "MXFP4":
         both = tl.load(block[:, None] + 1 + byte[None, :]).to(tl.int32)
         scale = _power(block)[:, None]
