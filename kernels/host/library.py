@@ -19,7 +19,7 @@ from triforce_kernels.host.structures import STRUCTURES
 # may be forced, so that tests compare them.
 VARIABLE = "TRIFORCE_VECTORS"
 # As in `source/host.h`. A library of another version is not used.
-_VERSION = 11
+_VERSION = 12
 
 _Long, _Address = ctypes.c_int64, ctypes.c_void_p
 
@@ -45,6 +45,7 @@ def library() -> ctypes.CDLL | None:
         found.triforce_make.restype = ctypes.c_char_p
         found.triforce_product.argtypes = (_Address, ctypes.c_int)
         found.triforce_decode.argtypes = (_Address, _Long, _Address, ctypes.c_int)
+        found.triforce_fill_grid.argtypes = (_Long, _Address, _Long)
         found.triforce_attend.argtypes = (_Address, _Address, _Address, ctypes.c_int)
         found.triforce_attend_whole.argtypes = (_Address, _Address, _Address, ctypes.c_int)
         found.triforce_experts.argtypes = (_Address, ctypes.c_int)

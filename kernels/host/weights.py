@@ -7,7 +7,7 @@ same bits whatever rows stand beside it, and however many threads compute.
 from __future__ import annotations
 
 import ctypes
-from functools import singledispatch
+from functools import cache, singledispatch
 
 import torch
 
@@ -25,6 +25,7 @@ from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights import split_quants as quants
 from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, HIGH_QUANTS, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
+from triforce_kernels.weights.grids import GRID_WORDS, grid
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.integers import IntegerWeight
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, SplitError, reference_decode
@@ -201,7 +202,16 @@ def _integers(weight: IntegerWeight) -> Weight:
     return found
 
 
+@cache
+def _fill_grid(name: str) -> None:
+    """Give the kernels the table of a block type, once."""
+    words = grid(name, torch.device("cpu"))
+    library().triforce_fill_grid(FORMATS[name], words.data_ptr(), len(words))
+
+
 def _blocks(data: torch.Tensor, kind: BlockType) -> Weight:
+    if kind.name in GRID_WORDS:
+        _fill_grid(kind.name)
     columns = data.shape[1] // kind.nbytes * kind.elements
     return Weight(FORMATS[kind.name], columns, data.stride(0), data.data_ptr())
 

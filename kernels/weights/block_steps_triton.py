@@ -31,6 +31,11 @@ SHAPES = {
     "Q3_K": (32, 4),
     "IQ4_NL": (16, 1),
     "IQ4_XS": (16, 8),
+    "IQ3_XXS": (32, 4),
+    "IQ3_S": (32, 4),
+    "IQ2_XXS": (32, 4),
+    "IQ2_XS": (32, 4),
+    "IQ2_S": (32, 4),
 }
 
 
@@ -154,12 +159,85 @@ def _of_halves(four, whole, byte, less: tl.constexpr):
 
 
 @triton.jit
-def step_of(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr,
-            BYTES: tl.constexpr):  # fmt: skip
+def _with_parity(seven):
+    """Return bytes whose highest bit makes their number of bits even, from their other 7 bits. Bits
+    of 0x6996 are the parities of 0 to 15.
+    """
+    odd = 0x6996 >> ((seven ^ (seven >> 4)) & 15)
+    return seven | ((odd & 1) << 7)
+
+
+@triton.jit
+def _grid_three(block, group, word, KIND: tl.constexpr):
+    """Return what IQ3 has of 8 words of 4 numbers of a group: the words' indices in a table, the
+    signs of 8 numbers as a byte, and the scale, [rows, 8] or [rows, 1] each.
+    """
+    eight = (word // 2)[None, :]
+    index = tl.load(block[:, None] + 2 + group * 8 + word[None, :]).to(tl.int32)
+    if KIND == "IQ3_XXS":
+        both = _word(block + 66 + group * 4)
+        signs = _with_parity((both[:, None] >> (7 * eight)) & 127)
+        scale = _half(block) * (0.5 + ((both >> 28) & 15).to(tl.float32)) * 0.5
+    else:
+        upper = tl.load(block + 66 + group).to(tl.int32)
+        index |= ((upper[:, None] >> word[None, :]) & 1) << 8
+        signs = tl.load(block[:, None] + 74 + group * 4 + eight).to(tl.int32)
+        four = tl.load(block + 106 + group // 2).to(tl.int32) >> (4 * (group % 2))
+        scale = _half(block) * (1 + 2 * (four & 15)).to(tl.float32)
+    return index, signs, scale[:, None]
+
+
+@triton.jit
+def _grid_two(block, group, word, KIND: tl.constexpr):
+    """`_grid_three` for IQ2, whose stored indices are of two words."""
+    eight = (word // 2)[None, :]
+    if KIND == "IQ2_XXS":
+        index = tl.load(block[:, None] + 2 + group * 8 + eight).to(tl.int32)
+        both = _word(block + 6 + group * 8)
+        signs = _with_parity((both[:, None] >> (7 * eight)) & 127)
+        four = (both >> 28)[:, None]
+    elif KIND == "IQ2_XS":
+        pair = (block[:, None] + 2 + (group * 4 + eight) * 2).to(tl.pointer_type(tl.uint16))
+        both = tl.load(pair).to(tl.int32)
+        index, signs = both & 511, _with_parity(both >> 9)
+        four = tl.load(block + 66 + group).to(tl.int32)[:, None] >> (4 * (eight // 2))
+    else:
+        upper = tl.load(block + 66 + group).to(tl.int32)[:, None] >> (2 * eight)
+        index = tl.load(block[:, None] + 2 + group * 4 + eight).to(tl.int32)
+        index |= (upper & 3) << 8
+        signs = tl.load(block[:, None] + 34 + group * 4 + eight).to(tl.int32)
+        four = tl.load(block + 74 + group).to(tl.int32)[:, None] >> (4 * (eight // 2))
+    scale = _half(block)[:, None] * (0.5 + (four & 15).to(tl.float32)) * 0.25
+    return index * 2 + (word % 2)[None, :], signs, scale
+
+
+@triton.jit
+def _of_grid(block, table, group, KIND: tl.constexpr):
+    """Return a group of 32 numbers of IQ2 or IQ3, [rows, 32]: 8 words of 4. table: see `grids`"""
+    place, one = tl.arange(0, 8), tl.arange(0, 4)[None, None, :]
+    if KIND == "IQ3_XXS" or KIND == "IQ3_S":
+        index, signs, scale = _grid_three(block, group, place, KIND)
+    else:
+        index, signs, scale = _grid_two(block, group, place, KIND)
+    word = tl.load(table + index)
+    signs = signs >> (place % 2 * 4)[None, :]
+    number = _byte(word[:, :, None], one).to(tl.float32) * scale[:, :, None]
+    number = tl.where(((signs[:, :, None] >> one) & 1) == 1, -number, number)
+    return tl.reshape(number, [block.shape[0], 32])
+
+
+@triton.jit
+def step_of(
+    row, table, index, part,
+    KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
+    IN_GRIDS: tl.constexpr,
+):  # fmt: skip
     """Decode the numbers of a step of some rows.
 
     row: addresses [rows] of the rows' first bytes
+    table: numbers of IQ2 and IQ3 (`grids`)
     index, part: the block of each row, and which of its steps
+    IN_GRIDS: whether numbers are in the table
 
     Returns two tiles [rows, BYTES] of float32, and the column at which each begins.
     """
@@ -172,6 +250,10 @@ def step_of(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STE
         scale = _half(block)[:, None]
         low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
         high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
+    elif IN_GRIDS:
+        start += part * 64
+        low = _of_grid(block, table, 2 * part, KIND)
+        high = _of_grid(block, table, 2 * part + 1, KIND)
     elif KIND == "IQ4_NL":
         both = tl.load(block[:, None] + 2 + byte[None, :]).to(tl.int32)
         scale = _half(block)[:, None]

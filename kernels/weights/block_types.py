@@ -88,5 +88,5 @@ NARROW = {
 ALL_TYPES = BLOCK_TYPES | {
     kind.name: kind for kind in (F8_E4M3, *HIGH_TYPES.values(), *INT4.values(), *NARROW.values())
 }
-# Types that no kernel of a processor decodes: their tables have thousands of entries.
-WITH_LARGE_TABLES = frozenset(name for name in ALL_TYPES if name.startswith(("IQ1", "IQ2", "IQ3")))
+# Types that no kernel decodes: their tables have thousands of entries.
+WITH_LARGE_TABLES = frozenset(name for name in ALL_TYPES if name.startswith("IQ1"))

@@ -15,6 +15,7 @@ from triforce_kernels.weights.block_steps_triton import SHAPES, step_of
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.depth_triton import divided, part_of, steps_together
+from triforce_kernels.weights.grids import GRID_WORDS, grid
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
@@ -27,9 +28,9 @@ _STEPS = 4
 
 @triton.jit
 def _decode_kernel(
-    data, out, row_bytes, steps, width,
+    data, table, out, row_bytes, steps, width,
     KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
-    MANY: tl.constexpr,
+    IN_GRIDS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = data + index.to(tl.int64) * row_bytes + tl.arange(0, 1)
@@ -37,7 +38,7 @@ def _decode_kernel(
     item = out.dtype.element_ty
     for step in range(tl.program_id(1) * MANY, tl.minimum(tl.program_id(1) * MANY + MANY, steps)):
         low, high, low_start, high_start = step_of(
-            row, step // STEPS, step % STEPS, KIND, BLOCK_BYTES, STEPS, BYTES
+            row, table, step // STEPS, step % STEPS, KIND, BLOCK_BYTES, STEPS, BYTES, IN_GRIDS
         )
         tl.store(place + low_start, low.to(item))
         tl.store(place + high_start, high.to(item))
@@ -45,9 +46,10 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["rows", "places", "each"])
 def _matmul_kernel(
-    x, order, experts, data, out, x_row, row_bytes, rows, columns, steps, places, each,
+    x, order, experts, data, table, out, x_row, row_bytes, rows, columns, steps, places, each,
     KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, TOGETHER: tl.constexpr,
+    IN_GRIDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER: steps of a turn of the loop, whose loads do not wait for one another"""
     target, row, real, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
@@ -66,7 +68,7 @@ def _matmul_kernel(
             # Known to the compiler, if a turn has whole blocks.
             part = (step + further) % STEPS if TOGETHER % STEPS else further % STEPS
             low, high, low_start, high_start = step_of(
-                weight, index, part, KIND, BLOCK_BYTES, STEPS, BYTES
+                weight, table, index, part, KIND, BLOCK_BYTES, STEPS, BYTES, IN_GRIDS
             )
             low_x = tl.load(left + low_start, mask=real[:, None], other=0.0)
             high_x = tl.load(left + high_start, mask=real[:, None], other=0.0)
@@ -86,8 +88,9 @@ def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Ten
     grid = (rows, cdiv(blocks * steps, _STEPS))
     # Without fusion, so that numbers equal those of the reference bit for bit.
     _decode_kernel[grid](
-        data, out, row_bytes, blocks * steps, out.shape[1],
-        KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size, MANY=_STEPS,
+        data, _table(data, kind), out, row_bytes, blocks * steps, out.shape[1],
+        KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size,
+        IN_GRIDS=kind.name in GRID_WORDS, MANY=_STEPS,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -113,13 +116,19 @@ def _product(
     together = steps_together(tile, steps)
     parts = divided(x, tiles, tile * count, columns, steps)
     _matmul_kernel[parts.grid(count)](
-        x, *groups, data, parts.sums, x.stride(0), row_bytes, x.shape[0], columns,
-        steps, parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,
+        x, *groups, data, _table(data, kind), parts.sums, x.stride(0), row_bytes, x.shape[0],
+        columns, steps, parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,
+        IN_GRIDS=kind.name in GRID_WORDS,
         KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=of_block, BYTES=size,
         ROWS=tile, COLUMNS=parts.columns, TOGETHER=together,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return parts.result(x.dtype)
+
+
+def _table(data: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """Return the table of a block type on the device of its blocks; these for types without one."""
+    return grid(kind.name, data.device) if kind.name in GRID_WORDS else data
 
 
 def _require_aligned(data: torch.Tensor, kind: BlockType) -> None:

@@ -29,7 +29,8 @@ from triforce_kernels.weights.linear import Weight, linear
 COLUMNS, ROWS = 4096, (1, 4, 17, 64)
 BLOCKS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *("IQ4_NL", "IQ4_XS", "MXFP4", "F8_E4M3", "F16", "BF16"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("MXFP4", "F8_E4M3", "INT4_128", "INT4_32", "F16", "BF16"),
 )
 
 

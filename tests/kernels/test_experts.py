@@ -157,7 +157,7 @@ def test_a_choice_of_no_expert_adds_nothing(backend, draw, rows: int) -> None:
 
 
 def test_a_block_type_without_a_kernel_goes_expert_by_expert(backend) -> None:
-    kind = BLOCK_TYPES["IQ2_S"]
+    kind = BLOCK_TYPES["IQ1_S"]
     weight = BlockWeight(
         torch.zeros(8, kind.row_bytes(256), dtype=torch.uint8, device=DEVICE), kind, 256
     )

@@ -198,9 +198,9 @@ def test_matrices_of_different_formats_stand_one_above_the_other() -> None:
 
 
 def test_what_nothing_decodes_is_said(monkeypatch) -> None:
-    weight, _ = blocks("IQ2_S")
+    weight, _ = blocks("IQ1_S")
     monkeypatch.setattr("triforce_kernels.weights.blocks._library", lambda kind: None)
-    with pytest.raises(NoDecoderError, match=r"IQ2_S weights need transformers 5\.23"):
+    with pytest.raises(NoDecoderError, match=r"IQ1_S weights need transformers 5\.23"):
         linear(torch.ones(1, COLUMNS, device=DEVICE), weight)
 
 

@@ -9,6 +9,8 @@
 #include "host.h"
 #include "vectors.h"
 
+typedef uint32_t words __attribute__((vector_size(16)));
+
 /* What becomes of the decoded numbers of a row of a weight: they are stored in `out`, or their products
    with the numbers of x are added to the sums of up to four rows of x. The number of rows is a constant
    wherever this is inlined, and 0 if numbers are stored. */
@@ -106,18 +108,26 @@ INLINE uint32_t word(const uint8_t *at) {
     return four;
 }
 
-/* 16 in each byte whose bit is set, for bits 0 to 15 or 16 to 31 of the 4 bytes at an address that 12
-   others follow; 0 elsewhere. */
-INLINE bytes16 fifth_bits(const uint8_t *at, int upper) {
+/* 16 in each byte whose bit is set, for bits 0 to 15 or 16 to 31; 0 elsewhere. */
+INLINE bytes16 set_bits(uint32_t all_bits, int upper) {
 #if defined(AVX512)
-    return (bytes16)_mm_maskz_set1_epi8((__mmask16)(word(at) >> 16 * upper), 16);
+    return (bytes16)_mm_maskz_set1_epi8((__mmask16)(all_bits >> 16 * upper), 16);
 #else
     const uint64_t bits[2] = {UINT64_C(0x8040201008040201), UINT64_C(0x8040201008040201)};
     const bytes16 lower_bytes = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
     bytes16 bit = load_bytes((const uint8_t *)bits);
-    bytes16 each = look_up(load_bytes(at), upper ? lower_bytes + 2 : lower_bytes);
+    bytes16 four = (bytes16)(words){all_bits, all_bits, all_bits, all_bits};
+    bytes16 each = look_up(four, upper ? lower_bytes + 2 : lower_bytes);
     return (bytes16)((each & bit) == bit) & 16;
 #endif
+}
+
+INLINE bytes16 fifth_bits(const uint8_t *at, int upper) { return set_bits(word(at), upper); }
+
+/* 16 bytes, those with the opposite sign whose bit is set. */
+INLINE bytes16 with_signs(bytes16 numbers, uint32_t signs, int upper) {
+    bytes16 negative = 0 - (set_bits(signs, upper) >> 4);
+    return (numbers ^ negative) - negative;
 }
 
 /* scale * number, for 32 signed bytes. */
@@ -163,7 +173,6 @@ INLINE void block_q8_0(const uint8_t *at, int64_t c, Sink *to) {
 /* The 8 scales of Q4_K and Q5_K, then their 8 minima with the opposite sign. They are in 12 bytes of
    6-bit numbers, after two factors. */
 INLINE void scales_k(const uint8_t *at, float *out) {
-    typedef uint32_t words __attribute__((vector_size(16)));
     uint32_t first = word(at + 4), second = word(at + 8), third = word(at + 12);
     words all_six = {first & 0x3f3f3f3f, (third & 0x0f0f0f0f) | (first >> 2 & 0x30303030),
                      second & 0x3f3f3f3f, (third >> 4 & 0x0f0f0f0f) | (second >> 2 & 0x30303030)};
@@ -251,7 +260,6 @@ INLINE void part_q2_k(const uint8_t *at, int part, const float *scales, int64_t 
 }
 
 INLINE void scales_q3_k(const uint8_t *at, float *out) {
-    typedef uint32_t words __attribute__((vector_size(16)));
     uint32_t first = word(at + 96), second = word(at + 100), high = word(at + 104);
     words low = {first & 0x0f0f0f0f, second & 0x0f0f0f0f, first >> 4 & 0x0f0f0f0f,
                  second >> 4 & 0x0f0f0f0f};
@@ -339,8 +347,7 @@ INLINE void part_f8_high(const uint8_t *at, int part, const float *scales, int64
     bytes16 levels = load_bytes((const uint8_t *)F8_LEVELS);
     for (int i = 0; i < 2; i++) {
         bytes16 codes = load_bytes(at + 20 + part / 2 * 32 + 16 * i) >> part % 2 * 4 & 15;
-        bytes16 negative = 0 - (fifth_bits(at + 4 + 4 * part, i) >> 4);
-        bytes16 numbers = (look_up(levels, codes) ^ negative) - negative;
+        bytes16 numbers = with_signs(look_up(levels, codes), word(at + 4 + 4 * part), i);
         put_scaled(to, c + 16 * i, numbers, all(scales[0]));
     }
 }

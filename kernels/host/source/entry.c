@@ -2,6 +2,7 @@
 #include <math.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <string.h>
 
 #include "host.h"
 #include "threads.h"
@@ -26,7 +27,7 @@ enum { COUNT = sizeof MAKES / sizeof *MAKES };
 const Kernels *kernels = &kernels_plain;
 
 /* The version of this interface (`library.py`). */
-EXPORT int triforce_version(void) { return 11; }
+EXPORT int triforce_version(void) { return 12; }
 
 /* Sizes of structures, for a check against those of `structures.py`. */
 EXPORT int triforce_size_of_weight(void) { return sizeof(Weight); }
@@ -40,6 +41,17 @@ EXPORT const char *triforce_make(int index) {
 }
 
 float half_numbers[1 << 16], half_powers[1 << 8];
+uint32_t grid_iq3_xxs[256], grid_iq3_s[512], grid_iq2_xxs[512], grid_iq2_xs[1024], grid_iq2_s[2048];
+
+/* Fills the table of a format. */
+EXPORT void triforce_fill_grid(int64_t format, const uint32_t *words, int64_t count) {
+    uint32_t *grid = format == IQ3_XXS   ? grid_iq3_xxs
+                     : format == IQ3_S   ? grid_iq3_s
+                     : format == IQ2_XXS ? grid_iq2_xxs
+                     : format == IQ2_XS  ? grid_iq2_xs
+                                         : grid_iq2_s;
+    memcpy(grid, words, count * sizeof *words);
+}
 
 /* Fills the tables of numbers. */
 static void __attribute__((constructor)) fill_tables(void) {

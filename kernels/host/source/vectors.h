@@ -162,6 +162,9 @@ INLINE vf from_bf16(const uint8_t *at) { return (vf)(halves(at) << 16); }
 extern float half_numbers[1 << 16];
 /* Half of every power of two that an exponent of 8 bits stands for. */
 extern float half_powers[1 << 8];
+/* Tables of IQ2 and IQ3 (`weights/grids.py`): indices stand for words of 4 numbers or for pairs of words.
+   Python fills them before blocks of these types are read. */
+extern uint32_t grid_iq3_xxs[256], grid_iq3_s[512], grid_iq2_xxs[512], grid_iq2_xs[1024], grid_iq2_s[2048];
 
 /* The number of half precision at an address. */
 INLINE float half(const uint8_t *at) {

@@ -146,9 +146,9 @@ def has_blocks(running: Engine) -> bool:
 
 
 def test_what_nothing_here_decodes_is_refused_before_it_is_loaded(quantised, monkeypatch) -> None:
-    path = quantised("llama", "IQ2_S", hidden_size=256, intermediate_size=256, head_dim=16)
+    path = quantised("llama", "IQ1_S", hidden_size=256, intermediate_size=256, head_dim=16)
     monkeypatch.setattr("triforce_kernels.weights.blocks._library", lambda kind: None)
-    with pytest.raises(UsageError, match=r"IQ2_S weights are kept as stored by transformers 5\.23"):
+    with pytest.raises(UsageError, match=r"IQ1_S weights are kept as stored by transformers 5\.23"):
         engine(path, weights="stored")
     with engine(path, placement=PLACEMENTS["weights"], budget=None) as running:
         assert not any(

@@ -111,10 +111,10 @@ def test_formats_without_kernels_are_left_to_the_device() -> None:
     plain = case("llama3.1-70b:Q4_K_M", **DESKTOP)
 
     def pieces(name: str) -> list[tuple[int, BlockType | None]]:
-        return [(rows, kind and ALL_TYPES["IQ3_S"]) for rows, kind in plain.pieces(name)]
+        return [(rows, kind and ALL_TYPES["IQ1_S"]) for rows, kind in plain.pieces(name)]
 
     assert not choose(replace(plain, pieces=pieces)).memory.placement.processor_layers
-    with pytest.raises(UsageError, match="the CPU computes no layers in IQ3_S"):
+    with pytest.raises(UsageError, match="the CPU computes no layers in IQ1_S"):
         choose(replace(plain, pieces=pieces, host_compute=0.5))
 
 
