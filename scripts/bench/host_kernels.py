@@ -90,6 +90,9 @@ def make(name: str, nbytes: int) -> tuple[Weight, int]:
         # scales of zero, but in MXFP4 the least one.
         value = 127 if name == "MXFP4" else 0
         data = torch.full((rows, kind.row_bytes(COLUMNS)), value, dtype=torch.uint8)
+        if name.startswith("IQ"):
+            # Indices of a table should differ; scales are 1 in half precision.
+            data.random_(0, 256).view(rows, -1, kind.nbytes)[..., :2] = torch.tensor([0, 0x3C])
         return BlockWeight(data, kind, COLUMNS), data.nbytes
     each = {"float32": 4, "split bf16": 1.5, "high bits": 1, "int4": 0.5, "int3": 0.375}[name]
     dense = torch.randn(int(nbytes / each) // COLUMNS, COLUMNS)
