@@ -27,6 +27,7 @@ from triforce_offload.errors import UsageError
 
 # The flags for the context length, in every command.
 CONTEXT_FLAGS = ("-c", "--ctx-size", "--context")
+SEQUENCES_FLAGS = ("--sequences", "-np", "--parallel")
 # The value of `-n -1`: generate until the text ends or the context is full.
 UNTIL_FULL = sys.maxsize
 _EXPLAINED = {

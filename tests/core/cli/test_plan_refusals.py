@@ -50,3 +50,20 @@ def test_a_run_without_a_retrieval_level_measures_no_acceptance_of_one(capsys, t
     _, out, err = run(capsys, "plan", *LLAMA, "--stats", tmp_path / "stats.json")
     assert ", assumed" in " ".join(out.split())
     assert "stats.json holds no acceptance of drafts: it is assumed" in err
+
+
+def test_several_sequences_share_passes(capsys) -> None:
+    """One of four is slower than it would be alone, and all of them are faster."""
+    plan = ("plan", "llama3.1-8b", "--gpu", "rtx4090", "--context", 4096)
+    plans = [json.loads(run(capsys, *plan, "--json", "-np", count)[1]) for count in (1, 4)]
+    alone, four = (each["seconds_per_token"] for each in plans)
+    assert [each["sequences"] for each in plans] == [1, 4]
+    assert alone < four < 4 * alone
+    out = " ".join(run(capsys, *plan, "--sequences", 4)[1].split())
+    assert f"{1 / four:.1f} tokens/s" in out
+    assert f"all sequences │ {4 / four:.1f} tokens/s" in out
+    assert "triforce serve meta-llama/Llama-3.1-8B-Instruct --context 4096" in out
+    assert "--sequences 4" in out
+    for wrong in (("--sequences", 0), ("--sequences", 2, "--save", "x.json")):
+        code, _, err = run(capsys, *plan, *wrong)
+        assert (code, "sequence" in err) == (2, True)

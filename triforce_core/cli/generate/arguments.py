@@ -8,6 +8,7 @@ from typing import Any
 
 from triforce_core.cli.options import (
     CONTEXT_FLAGS,
+    SEQUENCES_FLAGS,
     add_machine_options,
     add_option,
     draft_length,
@@ -178,7 +179,7 @@ def add_sequences(parser: Options) -> None:
         EngineConfig,
         "sequences",
         "sequences that are decoded together; streamed weights are copied once per pass for all",
-        flags=("--sequences", "-np", "--parallel"),
+        flags=SEQUENCES_FLAGS,
         type=int,
         metavar="N",
     )

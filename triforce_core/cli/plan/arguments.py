@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from triforce_core.cli.options import CONTEXT_FLAGS, add_explained_options, host_share
+from triforce_core.cli.options import (
+    CONTEXT_FLAGS,
+    SEQUENCES_FLAGS,
+    add_explained_options,
+    host_share,
+)
 from triforce_core.cli.parser import for_experts
 from triforce_core.model.known.mixes import NAMES
 from triforce_core.model.known.shapes import SHAPES
@@ -62,6 +67,14 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         default=SamplingParams.max_new_tokens,
         metavar="N",
         help="tokens of the context that are generated",
+    )
+    add(
+        *SEQUENCES_FLAGS,
+        dest="sequences",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts that are decoded together, each with this context, as `serve` does",
     )
     add(
         "--acceptance",

@@ -72,6 +72,8 @@ def plan(args: argparse.Namespace) -> int:
         check_plot()
     if args.compare and (args.sweep or args.plot):
         raise UsageError("--compare is for one plan: leave out --sweep and --plot")
+    if args.sequences > 1 and (args.save or args.plan):
+        raise UsageError("--save and --plan are for plans of one sequence: leave out --sequences")
     case = _case(args)
     if args.sweep or args.plot:
         return _sweep(args, case)
@@ -141,6 +143,7 @@ def _case(args: argparse.Namespace) -> Case:
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),
         method=method,
         host_compute=_host_compute(args),
+        sequences=args.sequences,
     )
     if case.hardware.emulated:
         case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)

@@ -30,13 +30,14 @@ def print_plan(
     hardware = case.hardware
     cards = f"{hardware.gpus} x {hardware.name}" if hardware.gpus > 1 else hardware.name
     kept = "as stored" if case.pieces else case.dtype.name
+    together = f"{case.sequences} sequences of " if case.sequences > 1 else ""
     console.print(
-        f"SIMULATED: {model} ({kept}), {case.context} tokens of context, on {cards}; "
+        f"SIMULATED: {model} ({kept}), {together}{case.context} tokens of context, on {cards}; "
         f"{links(hardware)}"
     )
     if hardware.source.startswith("measured"):
         console.print(f"Rates {hardware.source}; `triforce env --probe` measures them again.")
-    console.table(("SIMULATED", "", ""), _figures(prediction, case.context - case.new_tokens))
+    console.table(("SIMULATED", "", ""), _figures(prediction, case))
     console.table(("what", "where", "size"), _places(prediction, hardware.gpus))
     console.print(f"Bottleneck: {prediction.bottleneck}.")
     line = chosen.plan.line(len(case.config.layers), chosen.memory.kv.blocks)
@@ -47,7 +48,8 @@ def print_plan(
     for text in on_lines("Run it: ", command, console.width):
         # A path that is longer than a line stays whole, so that the command can be copied.
         console.print(text, soft_wrap=True)
-    console.print("It takes the prompt from standard input, or from --prompt-file FILE.")
+    if case.sequences == 1:
+        console.print("It takes the prompt from standard input, or from --prompt-file FILE.")
     _say_if_beyond(console, model, case.context)
     if faster := faster_by_copies(chosen):
         console.print(
@@ -122,6 +124,14 @@ def _swept(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _together(p: Prediction, sequences: int) -> list[Row]:
+    """Return the speed of several sequences."""
+    if sequences == 1:
+        return []
+    rate = sequences * p.tokens_per_second
+    return [("all sequences", f"{rate:.1f} tokens/s", f"{sequences} of them, in one pass")]
+
+
 def _places(prediction: Prediction, gpus: int) -> list[Row]:
     memory, placement = prediction.memory, prediction.placement
     each = " of each GPU" if gpus > 1 else ""
@@ -179,7 +189,7 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
     ]
 
 
-def _figures(p: Prediction, prompt_tokens: int) -> list[Row]:
+def _figures(p: Prediction, case: Case) -> list[Row]:
     given = f"{p.seconds_per_token:.4f} s a token; {p.tokens_per_pass:.2f} tokens a pass"
     if p.acceptance:
         given += f" at an acceptance of {p.acceptance:.3f}" + (", assumed" * p.acceptance_assumed)
@@ -190,10 +200,11 @@ def _figures(p: Prediction, prompt_tokens: int) -> list[Row]:
     busy = min(1.0, p.floor_share)
     rows: list[Row] = [
         ("speed", f"{p.tokens_per_second:.1f} tokens/s", given),
+        *_together(p, case.sequences),
         (
             "time to first token",
             f"{p.seconds_to_first_token:.{1 if p.seconds_to_first_token >= 0.1 else 3}f} s",
-            f"prefill of {prompt_tokens} tokens",
+            f"prefill of {case.context - case.new_tokens} tokens",
         ),
         None,
         ("pass", f"{p.seconds_per_pass:.4f} s", f"the link is busy for {busy:.0%} of it"),

@@ -15,7 +15,8 @@ _INDENT = "    "
 
 
 def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
-    """Return a `triforce generate` command that gives the plan on the machine it was made for.
+    """Return a `triforce generate` command, or `serve` for several sequences, that gives the plan
+    on the machine it was made for.
 
     model: the model as the user named it; a known shape is replaced by its hub id
     saved: the file of the plan, if it was saved
@@ -24,11 +25,13 @@ def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
     name = hub_id_of(shape) or model
     if mix:
         name = f"MODEL-{mix.upper()}" if mix.upper() in OF_SAFETENSORS else "MODEL.gguf"
-    words = ["triforce", "generate", name]
+    case, plan = chosen.case, chosen.plan
+    words = ["triforce", "generate" if case.sequences == 1 else "serve", name]
     if saved:
         return shlex.join([*words, "--plan", saved])
-    case, plan = chosen.case, chosen.plan
     flags: dict[str, object] = {"--context": case.context, "--dtype": case.dtype.name}
+    if case.sequences > 1:
+        flags["--sequences"] = case.sequences
     if plan.gpus > 1:
         flags["--gpus"] = plan.gpus
     if case.pieces is None or case.split:

@@ -279,6 +279,8 @@ class Case:
                 f"a context of {self.context} tokens is more than the {positions} positions the "
                 "model has"
             )
+        if self.sequences < 1:
+            raise UsageError(f"sequences must be 1 or more, got {self.sequences}")
         if self.context < 2:
             raise UsageError(f"a context must have 2 tokens or more, got {self.context}")
         if not 0 < self.new_tokens < self.context:

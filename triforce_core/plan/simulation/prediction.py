@@ -169,6 +169,7 @@ def case_dict(case: Case, model: str) -> dict[str, Any]:
         "dtype": case.dtype.name,
         "context": case.context,
         "new_tokens": case.new_tokens,
+        "sequences": case.sequences,
         "hardware": {
             "name": hardware.name,
             "source": hardware.source,
