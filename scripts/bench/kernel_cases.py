@@ -20,7 +20,7 @@ from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.kv.gather import ChunkSource, gather_chunks
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.sampling import sampling
-from triforce_kernels.weights.block_types import BLOCK_TYPES
+from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import BlockWeight, block_matmul, decode
 from triforce_kernels.weights.integers import integer_matmul, quantise
 from triforce_offload.machine.probe import Rates
@@ -36,6 +36,9 @@ BLOCK_BYTES = 16 << 20
 CHURN = 0.06
 # The calls of a kernel in one graph, over as many sets of data as fit.
 CALLS = 8
+# Types of blocks that are multiplied.
+_TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q3_K", "Q2_K", "IQ4_XS", "IQ3_S", "IQ2_XS")
+_TYPES += ("INT4_128",)
 
 
 @dataclass(frozen=True)
@@ -379,8 +382,8 @@ class KernelCases:
     def _blocks(self) -> Iterator[KernelRow]:
         out, width = self.config.layers[0].mlp.width, self.config.hidden
         dense = [self.draw(out, width) for _ in range(2)]
-        for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0"):
-            kind = BLOCK_TYPES[name]
+        for name in _TYPES:
+            kind = ALL_TYPES[name]
             if width % kind.elements:
                 # No file has such rows.
                 continue
