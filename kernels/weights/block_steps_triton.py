@@ -27,6 +27,9 @@ SHAPES = {
     "INT4_32": (16, 1),
     "INT4_64": (32, 1),
     "INT4_128": (32, 2),
+    "INT8_32": (16, 1),
+    "INT8_64": (32, 1),
+    "INT8_128": (32, 2),
     "Q2_K": (32, 4),
     "Q3_K": (32, 4),
     "IQ4_NL": (16, 1),
@@ -308,6 +311,13 @@ def step_of(
         start += part * (2 * BYTES)
         low = ((both & 15) - zero).to(tl.float32) * scale
         high = ((both >> 4) - zero).to(tl.float32) * scale
+    elif KIND == "INT8_32" or KIND == "INT8_64" or KIND == "INT8_128":
+        place = block[:, None] + 4 + part * (2 * BYTES) + byte[None, :]
+        word = tl.load(block.to(tl.pointer_type(tl.int32)))
+        zero, scale = (word & 255)[:, None], (word & ~255).to(tl.float32, bitcast=True)[:, None]
+        start += part * (2 * BYTES)
+        low = (tl.load(place).to(tl.int32) - zero).to(tl.float32) * scale
+        high = (tl.load(place + BYTES).to(tl.int32) - zero).to(tl.float32) * scale
     elif KIND == "F8_HIGH":
         both = tl.load(block[:, None] + 20 + part * 32 + byte[None, :]).to(tl.int32)
         signs, scale = block[:, None] + 4 + part * 8, _single(block)[:, None]

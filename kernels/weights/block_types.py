@@ -70,14 +70,19 @@ HIGH_QUANTS = {
     "Q6_K": BlockType("Q6_K_HIGH", 0, 256, 146),
     "Q5_K": BlockType("Q5_K_HIGH", 0, 256, 144),
 }
-# Numbers of 4 bits, in as many columns as share a scale and a zero (AWQ, GPTQ, W4A16): number =
-# (integer - zero) * scale. A block begins with the scale in float32, whose lowest 8 bits are the
-# zero: scales of 16 bits leave them free. Then its integers follow, up to 64 at a time: the first
-# half of them is in the low bits of their bytes, the second half in the high bits.
-INT4 = {
-    elements: BlockType(f"INT4_{elements}", 0, elements, 4 + elements // 2)
-    for elements in (128, 64, 32)
+# Integers of 4 or 8 bits, in as many columns as share a scale and a zero (AWQ, GPTQ, W4A16, W8A16):
+# number = (integer - zero) * scale. A block begins with the scale in float32, whose lowest 8 bits
+# are the zero: scales of 16 bits leave them free. Then its integers follow. Those of 4 bits do up
+# to 64 at a time: the first half of them is in the low bits of their bytes, the second half in the
+# high bits.
+INTEGERS = {
+    bits: {
+        elements: BlockType(f"INT{bits}_{elements}", 0, elements, 4 + elements * bits // 8)
+        for elements in (128, 64, 32)
+    }
+    for bits in (4, 8)
 }
+OF_INTEGERS = tuple(kind for kinds in INTEGERS.values() for kind in kinds.values())
 # The type of the high bits, by the name of that of a block that can be split.
 HIGH_TYPES = {F8_E4M3.name: F8_HIGH, **HIGH_QUANTS}
 # Numbers of 16 bits as blocks of one, which a model that computes in float32 keeps as they are.
@@ -86,7 +91,7 @@ NARROW = {
     "float16": BlockType("F16", 1, 1, 2),
 }
 ALL_TYPES = BLOCK_TYPES | {
-    kind.name: kind for kind in (F8_E4M3, *HIGH_TYPES.values(), *INT4.values(), *NARROW.values())
+    kind.name: kind for kind in (F8_E4M3, *HIGH_TYPES.values(), *OF_INTEGERS, *NARROW.values())
 }
 # Types that no kernel decodes: their tables have thousands of entries.
 WITH_LARGE_TABLES = frozenset(name for name in ALL_TYPES if name.startswith("IQ1"))

@@ -13,7 +13,14 @@ from triforce_kernels import limits
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import HOST, REFERENCE, TRITON, backend, implementation
 from triforce_kernels.weights import high_quants
-from triforce_kernels.weights.block_types import HIGH_QUANTS, HIGH_TYPES, INT4, NARROW, BlockType
+from triforce_kernels.weights.block_types import (
+    HIGH_QUANTS,
+    HIGH_TYPES,
+    INTEGERS,
+    NARROW,
+    OF_INTEGERS,
+    BlockType,
+)
 from triforce_kernels.weights.grids import GRID_WORDS
 from triforce_kernels.weights.stored import StoredWeight
 
@@ -22,7 +29,7 @@ FUSED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", *GRID_WORDS, "MXFP4"),
     *("F8_E4M3", *(high.name for high in HIGH_TYPES.values())),
-    *(kind.name for kind in INT4.values()),
+    *(kind.name for kind in OF_INTEGERS),
 )
 _BY = {
     TRITON: frozenset(FUSED),
@@ -212,6 +219,11 @@ def _int4(blocks: torch.Tensor, elements: int) -> torch.Tensor:
     return (integers - (words & 255)).float() * (words & ~255).view(torch.float32)
 
 
+def _int8(blocks: torch.Tensor) -> torch.Tensor:
+    words = blocks[:, :4].contiguous().view(torch.int32)
+    return (blocks[:, 4:].int() - (words & 255)).float() * (words & ~255).view(torch.float32)
+
+
 # What the codes of F8_HIGH stand for.
 F8_LEVELS = [2.0, 6, 9, 13, 17, 21, 25, 29, 34, 42, 50, 58, 68, 84, 100, 116]
 _DOUBLED = [0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
@@ -223,7 +235,8 @@ _OWN = {
     "F8_HIGH": _f8_high,
     **{high.name: partial(high_quants.decode, kind=kind) for kind, high in HIGH_QUANTS.items()},
     "MXFP4": _mxfp4,
-    **{kind.name: partial(_int4, elements=elements) for elements, kind in INT4.items()},
+    **{kind.name: partial(_int4, elements=size) for size, kind in INTEGERS[4].items()},
+    **{kind.name: _int8 for kind in INTEGERS[8].values()},
     "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
     "F16": lambda blocks: blocks.view(torch.float16).float(),
 }

@@ -12,7 +12,7 @@ import triton.language as tl
 from triforce_kernels.checks import require
 from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.block_steps_triton import SHAPES, step_of
-from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.block_types import OF_INTEGERS, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.depth_triton import divided, part_of, steps_together
 from triforce_kernels.weights.grids import GRID_WORDS, grid
@@ -21,7 +21,7 @@ from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 # Blocks of these types begin at multiples of 4 bytes, and all others at even addresses.
 _BEGIN_AT_FOURS = ("Q2_K", "Q4_K", "Q5_K", "Q5_K_HIGH", "F8_E4M3", "F8_HIGH")
-_BEGIN_AT_FOURS += ("INT4_32", "INT4_64", "INT4_128")
+_BEGIN_AT_FOURS += tuple(kind.name for kind in OF_INTEGERS)
 # Steps that one program of `decode` processes.
 _STEPS = 4
 

@@ -63,7 +63,7 @@ class SafetensorsSource:
         self._stored = {name: stored for name, (_, stored) in self._tensors.items()}
         self._quantised: dict[str, QuantisedTensor] = {**float_tensors(self._stored)}
         if quantised is not None:
-            self._quantised.update(integer_matrices(self._stored, quantised.method))
+            self._quantised.update(integer_matrices(self._stored, quantised))
 
     @property
     def files(self) -> list[Path]:

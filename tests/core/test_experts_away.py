@@ -13,7 +13,7 @@ import torch
 from fp8_files import quantise as to_fp8
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
-from int4_files import WAYS, to_integers
+from integer_files import WAYS, to_integers
 from oracle import assert_equal_but_for_ties
 from thread_ranks import engine as on_ranks
 from tiny_families import WITH_EXPERTS

@@ -21,7 +21,7 @@ from triforce_kernels.host import library as found
 from triforce_kernels.host import structures
 from triforce_kernels.host import weights as host
 from triforce_kernels.weights import blocks, integers, split_bf16
-from triforce_kernels.weights.block_types import ALL_TYPES, INT4, BlockType
+from triforce_kernels.weights.block_types import ALL_TYPES, OF_INTEGERS, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.linear import Weight, linear
@@ -51,10 +51,10 @@ def random_blocks(kind: BlockType, rows: int, columns: int, seed: int = 0) -> to
     elif kind.name == "F8_E4M3":
         data[..., 128:] = torch.rand(*shape[:2], 1, generator=generator).view(torch.uint8)
         data[..., :128] &= 0xF7
-    elif kind.name == "F8_HIGH" or kind in INT4.values():
+    elif kind.name == "F8_HIGH" or kind in OF_INTEGERS:
         zeros = data[..., 0] % 17
         data[..., :4] = torch.rand(*shape[:2], 1, generator=generator).view(torch.uint8)
-        if kind in INT4.values():
+        if kind in OF_INTEGERS:
             data[..., 0] = zeros
     for place in HALVES.get(kind.name, (0,) if kind.elements > 1 else ()):
         data[..., place + 1] &= 0xBB

@@ -14,7 +14,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.limits import DECODE_BYTES
-from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3, F8_HIGH, HIGH_QUANTS, INT4
+from triforce_kernels.weights.block_types import (
+    BLOCK_TYPES,
+    F8_E4M3,
+    F8_HIGH,
+    HIGH_QUANTS,
+    INTEGERS,
+    BlockType,
+)
 from triforce_kernels.weights.blocks import (
     F8_LEVELS,
     FUSED,
@@ -30,7 +37,7 @@ from triforce_kernels.weights.split_quants import reference_join, reference_spli
 
 ROWS, COLUMNS = 70, 512
 OF_HIGH = {high.name: name for name, high in HIGH_QUANTS.items()}
-OF_INT4 = {kind.name: elements for elements, kind in INT4.items()}
+OF_INTEGERS = {kind.name: (bits, kind) for bits in INTEGERS for kind in INTEGERS[bits].values()}
 
 
 def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, torch.Tensor]:
@@ -43,8 +50,8 @@ def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, tor
         return high_bits(rows)
     if name in OF_HIGH:
         return high_quants(OF_HIGH[name], rows)
-    if name in OF_INT4:
-        return fours(OF_INT4[name], rows)
+    if name in OF_INTEGERS:
+        return of_integers(*OF_INTEGERS[name], rows)
     if not can_decode(BLOCK_TYPES[name], torch.device("cpu")):
         pytest.skip(f"this version of transformers does not decode {name}")
     kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
@@ -67,24 +74,27 @@ def eights(rows: int) -> tuple[BlockWeight, torch.Tensor]:
     return weight, numbers * scales.repeat_interleave(128, 1)
 
 
-def fours(elements: int, rows: int) -> tuple[BlockWeight, torch.Tensor]:
-    """Integers of 4 bits, every zero that files have, and scales in both dtypes of 16 bits."""
+def of_integers(bits: int, kind: BlockType, rows: int) -> tuple[BlockWeight, torch.Tensor]:
+    """Integers of 4 or 8 bits, every zero that files have, and scales in both dtypes of 16 bits."""
     generator = torch.Generator().manual_seed(5)
-    groups = COLUMNS // elements
-    integers = torch.randint(0, 16, (rows, groups, elements), generator=generator)
-    zeros = torch.randint(0, 17, (rows, groups, 1), generator=generator)
+    elements, groups = kind.elements, COLUMNS // kind.elements
+    integers = torch.randint(0, 1 << bits, (rows, groups, elements), generator=generator)
+    zeros = torch.randint(0, 17 if bits == 4 else 256, (rows, groups, 1), generator=generator)
     scales = torch.rand(rows, groups, 1, generator=generator) * 2e-2 - 1e-2
     scales[::2], scales[1::2] = scales[::2].half().float(), scales[1::2].bfloat16().float()
-    data = torch.zeros(rows, groups, 4 + elements // 2, dtype=torch.uint8)
+    data = torch.zeros(rows, groups, kind.nbytes, dtype=torch.uint8)
     data[..., :4] = scales.view(torch.uint8)
     data[..., 0] = zeros[..., 0]
     together = min(64, elements)
     for i in range(elements):
         step, place = divmod(i, together)
         byte = 4 + step * together // 2 + place % (together // 2)
-        data[..., byte] |= integers[..., i].byte() << 4 * (place // (together // 2))
+        if bits == 8:
+            data[..., 4 + i] = integers[..., i].byte()
+        else:
+            data[..., byte] |= integers[..., i].byte() << 4 * (place // (together // 2))
     numbers = ((integers - zeros) * scales).flatten(1)
-    return BlockWeight(data.flatten(1).to(DEVICE), INT4[elements], COLUMNS), numbers
+    return BlockWeight(data.flatten(1).to(DEVICE), kind, COLUMNS), numbers
 
 
 def high_bits(rows: int) -> tuple[BlockWeight, torch.Tensor]:
@@ -130,7 +140,7 @@ def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", [*BLOCK_TYPES, F8_E4M3.name, F8_HIGH.name, *OF_HIGH, *OF_INT4])
+@pytest.mark.parametrize("name", [*BLOCK_TYPES, F8_E4M3.name, F8_HIGH.name, *OF_HIGH, *OF_INTEGERS])
 def test_decoded_numbers_are_those_of_the_gguf_package(backend, name: str) -> None:
     weight, expected = blocks(name, ROWS if backend == REFERENCE else 5)
     assert weight.shape == expected.shape

@@ -298,7 +298,7 @@ INLINE void block_mxfp4(const uint8_t *at, int64_t c, Sink *to) {
     put_both(to, c, scaled_table(FP4_DOUBLED, all(half_powers[at[0]])), at + 1);
 }
 
-/* The scale of INT4's blocks: a float32 without its lowest byte, which is the zero. */
+/* The scale of blocks of integers: a float32 without its lowest byte, which is the zero. */
 INLINE void scales_int4(const uint8_t *at, float *out) {
     uint32_t scale = word(at) & ~(uint32_t)255;
     memcpy(out, &scale, 4);
@@ -322,6 +322,13 @@ INLINE void part_int4(const uint8_t *at, int part, const float *scales, int64_t 
     Table table = int4_table(at, scales[0]);
     for (int i = 0; i < 4; i++)
         put_chosen(to, c + 16 * i, table, load_bytes(at + 4 + 32 * part + i % 2 * 16), i / 2 * 4);
+}
+
+INLINE void part_int8(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    for (int i = 0; i < 32; i += W) {
+        vi integers = unsigned_bytes(at + 4 + 32 * part + i) - at[0];
+        put(to, c + i, floats(integers) * all(scales[0]));
+    }
 }
 
 INLINE void scales_f8_e4m3(const uint8_t *at, float *out) { memcpy(out, at + 128, 4); }

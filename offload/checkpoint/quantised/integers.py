@@ -1,9 +1,9 @@
-"""Matrices of safetensors files in integers of 4 bits, with a scale and a zero for each group of
-columns: number = (integer - zero) * scale.
+"""Matrices of safetensors files in integers of 4 or 8 bits, with a scale and a zero for each group
+of columns: number = (integer - zero) * scale.
 
 Three methods store them, each in its own order: AWQ (Lin et al., arXiv 2306.00978; AutoAWQ's "gemm"
 files), GPTQ (Frantar et al., arXiv 2210.17323; files of AutoGPTQ and GPTQModel), and
-compressed-tensors ("pack-quantized"). All read as blocks of `block_types.INT4`.
+compressed-tensors ("pack-quantized"). All read as blocks of `block_types.INTEGERS`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from triforce_kernels.weights.block_types import INT4
-from triforce_offload.checkpoint.quantised.methods import Method
+from triforce_kernels.weights.block_types import INTEGERS
+from triforce_offload.checkpoint.quantised.methods import Method, Quantisation
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
     from triforce_offload.checkpoint.opened import Stored
     from triforce_offload.checkpoint.quantised.tensor import Read
 
-# Integers of 4 bits in one of 32.
-_PACKED = 8
-# The zero of integers that are symmetric around it, which files leave out.
-_MIDDLE = 8
+# Columns of the smallest blocks.
+_LEAST = min(INTEGERS[4])
 # Where AWQ has each of 8 integers.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _SCALES = ("F16", "BF16")
@@ -45,6 +43,7 @@ class Integers(ABC):
 
     name: with what the names of its tensors begin
     rows, columns: shape of the matrix, 0 if the integers have none
+    bits: of an integer
     groups: groups of a row, 0 if the scales do not fit the integers
     held: which of the other tensors are stored
     """
@@ -59,24 +58,30 @@ class Integers(ABC):
     name: str
     rows: int
     columns: int
+    bits: int
     groups: int
     held: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, stored: Mapping[str, Stored]) -> Self:
+    def of(cls, name: str, stored: Mapping[str, Stored], bits: int) -> Self:
         """Return the matrix whose tensors have names that begin with `name`."""
         packed, scales = stored[name + cls.packed], stored.get(name + cls.scale)
         two = len(packed.shape) == 2 and packed.dtype == "I32"
-        rows, columns = cls._unpacked_shape(*packed.shape) if two else (0, 0)
+        rows, columns = cls._unpacked_shape(*packed.shape, 32 // bits) if two else (0, 0)
         groups = cls._groups(scales.shape, rows) if scales and len(scales.shape) == 2 else 0
         others = (part for part in (cls.zero, cls.order, *cls.unused) if name + part in stored)
-        return cls(name, rows, columns, groups, tuple(others))
+        return cls(name, rows, columns, bits, groups, tuple(others))
 
     @property
     def kind(self) -> BlockType:
         """The longest blocks that have one scale."""
-        group = self.group
-        return next((kind for size, kind in INT4.items() if group % size == 0), INT4[min(INT4)])
+        kinds, group = INTEGERS[self.bits], self.group
+        return next((kind for size, kind in kinds.items() if group % size == 0), kinds[_LEAST])
+
+    @property
+    def of_word(self) -> int:
+        """Number of integers in one of 32 bits."""
+        return 32 // self.bits
 
     @property
     def group(self) -> int:
@@ -96,7 +101,7 @@ class Integers(ABC):
         if self.group % self.kind.elements:
             raise UnsupportedModelError(
                 f"{path}: {packed} has a scale for each {self.group} numbers; supported are "
-                f"multiples of {min(INT4)}"
+                f"multiples of {_LEAST}"
             )
         if stored[scales].dtype not in _SCALES:
             raise UnsupportedModelError(
@@ -122,10 +127,11 @@ class Integers(ABC):
         at, count = Corner(corner.row, first), end - first
         words = self._scales(read, at, rows, count).view(torch.int32)
         words = (words | self._zeros(read, at, rows, count))[:, group_of - first]
-        halves = integers.view(rows, blocks, -1, 2, min(32, kind.elements // 2))
         made = torch.empty(rows, blocks, kind.nbytes, dtype=torch.uint8)
         made[..., :4] = words.contiguous().view(torch.uint8).view(rows, blocks, 4)
-        made[..., 4:] = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(2)
+        made[..., 4:] = (
+            integers.view(rows, blocks, -1) if self.bits == 8 else _halves(integers, kind)
+        )
         into.copy_(made.flatten(1).view(into.shape))
 
     def _check_order(self, read: Read, first: int, count: int) -> None:
@@ -143,8 +149,10 @@ class Integers(ABC):
 
     @staticmethod
     @abstractmethod
-    def _unpacked_shape(first: int, second: int) -> tuple[int, int]:
-        """Return rows and columns of the matrix, from the shape of its packed integers."""
+    def _unpacked_shape(first: int, second: int, of_word: int) -> tuple[int, int]:
+        """Return rows and columns of the matrix, from the shape of its packed integers, `of_word`
+        of which are in one of 32 bits.
+        """
 
     @staticmethod
     @abstractmethod
@@ -178,7 +186,7 @@ class _Transposed(Integers):
         return shape[0] if shape[1] == rows else 0
 
     def _zeros_shape(self) -> tuple[int, ...]:
-        return self.groups, self.rows // _PACKED
+        return self.groups, self.rows // self.of_word
 
     def _scales(self, read: Read, corner: Corner, rows: int, groups: int) -> torch.Tensor:
         import torch
@@ -195,8 +203,8 @@ class _Transposed(Integers):
         """
         import torch
 
-        first, above = divmod(corner.row, _PACKED)
-        words = torch.empty(columns, -(-(above + rows) // _PACKED), dtype=torch.int32)
+        first, above = divmod(corner.row, self.of_word)
+        words = torch.empty(columns, -(-(above + rows) // self.of_word), dtype=torch.int32)
         read(self.name + part, words, Corner(corner.column, first))
         return words, above
 
@@ -205,8 +213,8 @@ class AWQ(_Transposed):
     """Integers are [columns, rows / 8], those of 8 rows in an order of their own."""
 
     @staticmethod
-    def _unpacked_shape(first: int, second: int) -> tuple[int, int]:
-        return second * _PACKED, first
+    def _unpacked_shape(first: int, second: int, of_word: int) -> tuple[int, int]:
+        return second * of_word, first
 
     def _integers(self, read: Read, corner: Corner, rows: int, columns: int) -> torch.Tensor:
         return self._ordered(*self._words(read, self.packed, corner, rows, columns), rows)
@@ -216,7 +224,7 @@ class AWQ(_Transposed):
 
     def _ordered(self, words: torch.Tensor, above: int, rows: int) -> torch.Tensor:
         """Return [rows, columns] uint8."""
-        fours = _fours(words)[..., _AWQ_ORDER].flatten(1)
+        fours = _unpacked(words, self.bits)[..., _AWQ_ORDER].flatten(1)
         return fours[:, above : above + rows].T.contiguous()
 
 
@@ -226,22 +234,22 @@ class GPTQ(_Transposed):
     less_one: ClassVar[bool] = True
 
     @staticmethod
-    def _unpacked_shape(first: int, second: int) -> tuple[int, int]:
-        return second, first * _PACKED
+    def _unpacked_shape(first: int, second: int, of_word: int) -> tuple[int, int]:
+        return second, first * of_word
 
     def _integers(self, read: Read, corner: Corner, rows: int, columns: int) -> torch.Tensor:
         import torch
 
-        words = torch.empty(columns // _PACKED, rows, dtype=torch.int32)
-        read(self.name + self.packed, words, Corner(corner.column // _PACKED, corner.row))
-        return _fours(words).permute(1, 0, 2).flatten(1)
+        words = torch.empty(columns // self.of_word, rows, dtype=torch.int32)
+        read(self.name + self.packed, words, Corner(corner.column // self.of_word, corner.row))
+        return _unpacked(words, self.bits).permute(1, 0, 2).flatten(1)
 
     def _zeros(self, read: Read, corner: Corner, rows: int, groups: int) -> torch.Tensor:
         words, above = self._words(read, self.zero, corner, rows, groups)
         if self.less_one:
-            # As in GPTQModel, 15 becomes 0 and carries 1 to the next.
-            words += 0x11111111
-        return _fours(words).flatten(1)[:, above : above + rows].T.int()
+            # As in GPTQModel, the greatest integer becomes 0 and carries 1 to the next.
+            words += 0x11111111 if self.bits == 4 else 0x01010101
+        return _unpacked(words, self.bits).flatten(1)[:, above : above + rows].T.int()
 
 
 class GPTQv2(GPTQ):
@@ -252,7 +260,7 @@ class GPTQv2(GPTQ):
 
 class PackedIntegers(Integers):
     """compressed-tensors: integers are [rows, columns / 8], scales [rows, groups], and zeros
-    [rows / 8, groups].
+    [rows / 8, groups] for 4 bits.
     """
 
     packed, scale = "weight_packed", "weight_scale"
@@ -261,22 +269,22 @@ class PackedIntegers(Integers):
     symmetric = True
 
     @staticmethod
-    def _unpacked_shape(first: int, second: int) -> tuple[int, int]:
-        return first, second * _PACKED
+    def _unpacked_shape(first: int, second: int, of_word: int) -> tuple[int, int]:
+        return first, second * of_word
 
     @staticmethod
     def _groups(shape: tuple[int, ...], rows: int) -> int:
         return shape[1] if shape[0] == rows else 0
 
     def _zeros_shape(self) -> tuple[int, ...]:
-        return -(-self.rows // _PACKED), self.groups
+        return -(-self.rows // self.of_word), self.groups
 
     def _integers(self, read: Read, corner: Corner, rows: int, columns: int) -> torch.Tensor:
         import torch
 
-        words = torch.empty(rows, columns // _PACKED, dtype=torch.int32)
-        read(self.name + self.packed, words, Corner(corner.row, corner.column // _PACKED))
-        return _fours(words).flatten(1)
+        words = torch.empty(rows, columns // self.of_word, dtype=torch.int32)
+        read(self.name + self.packed, words, Corner(corner.row, corner.column // self.of_word))
+        return _unpacked(words, self.bits).flatten(1)
 
     def _scales(self, read: Read, corner: Corner, rows: int, groups: int) -> torch.Tensor:
         import torch
@@ -289,11 +297,13 @@ class PackedIntegers(Integers):
         import torch
 
         if self.zero not in self.held:
-            return torch.full((rows, groups), _MIDDLE, dtype=torch.int32)
-        first, above = divmod(corner.row, _PACKED)
-        words = torch.empty(-(-(above + rows) // _PACKED), groups, dtype=torch.int32)
+            return torch.full((rows, groups), 1 << self.bits - 1, dtype=torch.int32)
+        first, above = divmod(corner.row, self.of_word)
+        words = torch.empty(-(-(above + rows) // self.of_word), groups, dtype=torch.int32)
         read(self.name + self.zero, words, Corner(first, corner.column))
-        return _fours(words).permute(0, 2, 1).flatten(0, 1)[above : above + rows].int()
+        return (
+            _unpacked(words, self.bits).permute(0, 2, 1).flatten(0, 1)[above : above + rows].int()
+        )
 
 
 _METHODS: dict[Method, type[Integers]] = {
@@ -304,18 +314,27 @@ _METHODS: dict[Method, type[Integers]] = {
 }
 
 
-def integer_matrices(stored: Mapping[str, Stored], method: Method) -> dict[str, Integers]:
+def integer_matrices(stored: Mapping[str, Stored], quantised: Quantisation) -> dict[str, Integers]:
     """Return the matrices of integers of a checkpoint, by the names of unquantised ones."""
-    if (kind := _METHODS.get(method)) is None:
+    if (kind := _METHODS.get(quantised.method)) is None:
         return {}
-    ending = "." + kind.packed
+    ending, bits = "." + kind.packed, quantised.bits
     names = [name.removesuffix(kind.packed) for name in stored if name.endswith(ending)]
-    return {name + "weight": kind.of(name, stored) for name in names}
+    return {name + "weight": kind.of(name, stored, bits) for name in names}
 
 
-def _fours(words: torch.Tensor) -> torch.Tensor:
-    """Return the 8 integers of 4 bits of each of 32 bits, lowest first: [..., 8] uint8."""
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers that are in each of 32 bits, lowest first: [..., 32 / bits] uint8."""
     import torch
 
-    pairs = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-    return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
+    eights = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    if bits == 8:
+        return eights
+    return torch.stack((eights & 15, eights >> 4), -1).flatten(-2)
+
+
+def _halves(integers: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """Return the bytes of blocks of 4-bit integers: [rows, columns] to [rows, blocks, bytes]."""
+    size = min(32, kind.elements // 2)
+    pairs = integers.view(len(integers), -1, kind.elements // (2 * size), 2, size)
+    return (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)

@@ -11,7 +11,7 @@ from triforce_offload.errors import UnsupportedModelError
 
 # Names of FP8 with 4 bits of exponent, as configs write them.
 _E4M3 = ("e4m3", "float8_e4m3fn")
-_BITS, _FP8_BLOCKS = 4, [128, 128]
+_BITS, _FP8_BLOCKS = (4, 8), [128, 128]
 _WHOLE_ROW = -1
 _INSTEAD = "use a bfloat16 checkpoint or a GGUF file instead"
 
@@ -24,17 +24,18 @@ class Method(Enum):
     AWQ = "AWQ"
     GPTQ = "GPTQ"
     GPTQ_V2 = "GPTQ v2"
-    PACKED = "W4A16"
+    PACKED = "pack-quantized"
 
 
 @dataclass(frozen=True)
 class Quantisation:
     """The quantisation of a checkpoint.
 
-    group: number of columns that share a scale, for integers; -1 for all of a row
+    bits, group: bits of an integer, and number of columns that share a scale; -1 for all of a row
     """
 
     method: Method
+    bits: int = 8
     group: int = _WHOLE_ROW
 
 
@@ -77,9 +78,9 @@ def _fp8(config: Mapping[str, Any]) -> Quantisation:
 
 
 def _integers(method: Method, config: Mapping[str, Any]) -> Quantisation:
-    _only(config, "bits", (_BITS,))
+    _only(config, "bits", (4,) if method is Method.AWQ else _BITS)
     group = config.get("group_size", _WHOLE_ROW)
-    return Quantisation(method, group if isinstance(group, int) else _WHOLE_ROW)
+    return Quantisation(method, config["bits"], group if isinstance(group, int) else _WHOLE_ROW)
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantisation:
@@ -129,13 +130,13 @@ def _scheme(group: Mapping[str, Any]) -> Quantisation:
         if weights["strategy"] == "block":
             _only(weights, "block_structure", (_FP8_BLOCKS,))
         return Quantisation(Method.FP8)
-    _only(weights, "num_bits", (_BITS,))
+    _only(weights, "num_bits", _BITS)
     _only(weights, "strategy", ("group", "channel"))
     _only(weights, "actorder", (None, "static", "weight"))
     _only(group, "input_activations", (None,))
     size = weights.get("group_size")
     grouped = weights["strategy"] == "group" and isinstance(size, int)
-    return Quantisation(Method.PACKED, size if grouped else _WHOLE_ROW)
+    return Quantisation(Method.PACKED, weights["num_bits"], size if grouped else _WHOLE_ROW)
 
 
 def _only(config: Mapping[str, Any], field: str, known: tuple[Any, ...]) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from fp8_files import FP8_LATENT, FP8_RECURRENT, FP8_SIZES, in_twin, is_projection, write
 from helpers import PLACEMENTS, make_model
-from int4_files import WAYS, Quantised, to_integers
+from integer_files import WAYS, Quantised, to_integers
 from oracle import assert_equal_but_for_ties
 from safetensors.torch import load_file, save_file
 from split_texts import GREEDY, NEW, PROMPT, engine
 
 from triforce_core.model.families.hf import from_hf
-from triforce_kernels.weights.block_types import INT4
+from triforce_kernels.weights.block_types import INTEGERS
 from triforce_offload.checkpoint.quantised.methods import Method, quantisation
 from triforce_offload.checkpoint.safetensors import SafetensorsSource
 from triforce_offload.checkpoint.source import Corner
@@ -58,9 +59,8 @@ def test_greedy_text_is_that_of_the_dequantised_model(
         parts = [part for each in running.runtime.weights.layouts for part in each.decoded()]
     kinds = {part.block_type.name for part in parts if part.block_type}
     assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs)
-    group = WAYS[way].group
-    expected = {f"INT4_{group}"} if group > 0 else {f"INT4_{size}" for size in INT4}
-    assert kinds <= expected
+    group, bits = WAYS[way].group, WAYS[way].bits
+    assert kinds <= {f"INT{bits}_{size}" for size in INTEGERS[bits] if group in (size, -1)}
     assert bool(kinds) == (weights == "stored")
 
 
@@ -86,9 +86,7 @@ def test_a_part_is_that_of_the_whole(tmp_path, way: str) -> None:
     """Rows from any row on, and columns from any block on."""
     torch.manual_seed(4)
     stored = WAYS[way]
-    each = Quantised.of(
-        torch.randn(104, 384), stored.group, stored.dtype, symmetric=stored.symmetric
-    )
+    each = Quantised.of(torch.randn(104, 384), stored)
     tensors = {f"a.{part}": tensor for part, tensor in stored.tensors(each).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     source = SafetensorsSource(tmp_path, quantisation(stored.config))
@@ -113,9 +111,9 @@ def test_a_part_is_that_of_the_whole(tmp_path, way: str) -> None:
 
 def test_zeros_of_gptq_carry_as_in_gptqmodel(tmp_path) -> None:
     """Zeros of 0 are stored as 15, with a borrow from the next: subtracted from all 32 bits."""
-    each = Quantised.of(torch.randn(8, 64), 64, torch.float16)
+    each = Quantised.of(torch.randn(8, 64), WAYS["gptq"])
     zeros = torch.tensor([0, 1, 0, 0, 15, 8, 0, 3])[:, None]
-    each = Quantised(each.integers, each.scales, zeros)
+    each = replace(each, zeros=zeros)
     tensors = WAYS["gptq-v2"].tensors(each)
     tensors["qzeros"] = tensors["qzeros"] - 0x11111111
     save_file({f"a.{part}": t for part, t in tensors.items()}, tmp_path / "model.safetensors")
@@ -207,7 +205,7 @@ def test_methods_are_known(config: dict, method: Method | None) -> None:
     assert found is not None
     assert method in (None, found.method)
     if "group_size" in config:
-        assert found.group == config["group_size"]
+        assert (found.bits, found.group) == (config["bits"], config["group_size"])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def test_methods_are_known(config: dict, method: Method | None) -> None:
         ("gptq", {"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported"),
         ("gptq", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
         ("w4a16", {"actorder": "group"}, "actorder 'group' is not supported"),
-        ("w4a16", {"num_bits": 8}, "num_bits 8 is not supported"),
+        ("w4a16", {"num_bits": 3}, "num_bits 3 is not supported"),
         ("w4a16", {"strategy": "tensor"}, "strategy 'tensor' is not supported"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import make_model
-from int4_files import WAYS, to_integers
+from integer_files import WAYS, to_integers
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig

@@ -14,7 +14,7 @@ import torch
 from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import PLACEMENTS, make_model, random_ids
-from int4_files import to_integers
+from integer_files import to_integers
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
 

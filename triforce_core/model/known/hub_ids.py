@@ -72,7 +72,11 @@ _MODELS = {
 _VARIANT = re.compile(r"-(hf|chat|base|instruct|it)(?=-|$)")
 # Ends of the ids of quantised models, and the mix that they stand for.
 _INTEGERS = r"awq(-?4bit)?|gptq|(gptq-)?int4|awq-int4|(quantized[.])?w4a16|(int4-)?autoround"
-_QUANTISED = ((rf"[-.]({_INTEGERS})$", "INT4"), (r"-fp8(-dynamic|-block)?$", "FP8"))
+_QUANTISED = (
+    (rf"[-.]({_INTEGERS})$", "INT4"),
+    (r"[-.]((gptq-)?int8|(quantized[.])?w8a16)$", "INT8"),
+    (r"-fp8(-dynamic|-block)?$", "FP8"),
+)
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
     (r"gemma-?3n", "Gemma 3n"),

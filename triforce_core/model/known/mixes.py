@@ -21,15 +21,18 @@ from triforce_core.model.layers import (
     ShortConv,
 )
 from triforce_core.model.tensors import Pieces
-from triforce_kernels.weights.block_types import ALL_TYPES, INT4, BlockType
+from triforce_kernels.weights.block_types import ALL_TYPES, INTEGERS, BlockType
 from triforce_offload.checkpoint.quantised.methods import Method, Quantisation
 from triforce_offload.errors import UsageError
 
 FP8, MXFP4 = "FP8", "MXFP4"
-# Integers of 4 bits, of AWQ, GPTQ and compressed-tensors, by how many columns share a scale.
-_INTEGERS = {128: "INT4", 64: "INT4_64", 32: "INT4_32"}
+# Integers of AWQ, GPTQ and compressed-tensors, by their bits and how many columns share a scale.
+_INTEGERS = {
+    bits: {size: f"INT{bits}" if size == 128 else kind.name for size, kind in kinds.items()}
+    for bits, kinds in INTEGERS.items()
+}
 # Mixes of safetensors files.
-OF_SAFETENSORS = (FP8, MXFP4, *_INTEGERS.values())
+OF_SAFETENSORS = (FP8, MXFP4, *_INTEGERS[4].values(), *_INTEGERS[8].values())
 # Block type of most matrices in each mix.
 _MIXES = {
     "Q2_K": "Q2_K",
@@ -46,7 +49,11 @@ _MIXES = {
     FP8: "F8_E4M3",
     # Of gpt-oss, whose other matrices are in 16 bits.
     MXFP4: "MXFP4",
-    **{name: INT4[columns].name for columns, name in _INTEGERS.items()},
+    **{
+        name: INTEGERS[bits][size].name
+        for bits, names in _INTEGERS.items()
+        for size, name in names.items()
+    },
 }
 NAMES = tuple(_MIXES)
 # Stands for matrices that are never quantised.
@@ -63,7 +70,7 @@ _SMALLER_BLOCKS = {
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
-    **dict.fromkeys(("INT4_128", "INT4_64"), "INT4_32"),
+    **{f"INT{bits}_{size}": f"INT{bits}_32" for bits in INTEGERS for size in (128, 64)},
 }
 
 
@@ -98,8 +105,9 @@ def mix_of(quantised: Quantisation | None) -> str | None:
     if quantised.method in (Method.FP8, Method.MXFP4):
         return quantised.method.value
     # All of a row are whole groups of 128, or else it is not stored in such blocks.
-    group = quantised.group if quantised.group > 0 else max(_INTEGERS)
-    return next((name for size, name in _INTEGERS.items() if group % size == 0), _INTEGERS[32])
+    names = _INTEGERS[quantised.bits]
+    group = quantised.group if quantised.group > 0 else max(names)
+    return next((name for size, name in names.items() if group % size == 0), names[min(names)])
 
 
 def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
