@@ -140,12 +140,7 @@ WAYS = {
     ),
     "w4a16": Way(_symmetric, _weights(group_size=32), 32, torch.bfloat16, symmetric=True),
     "w4a16-asym": Way(_asymmetric, _weights(group_size=128), 128, torch.bfloat16),
-    "gptq-int8": Way(
-        _gptq,
-        {"quant_method": "gptq", "bits": 8, "group_size": 128, "desc_act": False},
-        128,
-        bits=8,
-    ),
+    "gptq-int8": Way(_gptq, {"quant_method": "gptq", "bits": 8, "group_size": 128}, 128, bits=8),
     "w8a16": Way(_asymmetric, _weights(strategy="channel", num_bits=8), -1, torch.bfloat16, bits=8),
 }
 

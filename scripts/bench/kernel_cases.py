@@ -36,9 +36,7 @@ BLOCK_BYTES = 16 << 20
 CHURN = 0.06
 # The calls of a kernel in one graph, over as many sets of data as fit.
 CALLS = 8
-# Types of blocks that are multiplied.
-_TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q3_K", "Q2_K", "IQ4_XS", "IQ3_S", "IQ2_XS")
-_TYPES += ("INT4_128",)
+_TYPES = ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "Q3_K", "IQ4_XS", "IQ3_S", "INT4_128")
 
 
 @dataclass(frozen=True)
@@ -385,7 +383,6 @@ class KernelCases:
         for name in _TYPES:
             kind = ALL_TYPES[name]
             if width % kind.elements:
-                # No file has such rows.
                 continue
             # Zeros, because values do not affect the time.
             data = [
