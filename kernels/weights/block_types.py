@@ -93,5 +93,5 @@ NARROW = {
 ALL_TYPES = BLOCK_TYPES | {
     kind.name: kind for kind in (F8_E4M3, *HIGH_TYPES.values(), *OF_INTEGERS, *NARROW.values())
 }
-# Types that no kernel decodes: their tables have thousands of entries.
-WITH_LARGE_TABLES = frozenset(name for name in ALL_TYPES if name.startswith("IQ1"))
+# Types that no kernel decodes.
+WITHOUT_KERNELS = frozenset(name for name in ALL_TYPES if name.startswith("IQ1"))

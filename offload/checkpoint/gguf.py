@@ -134,6 +134,10 @@ class GGUFSource:
     def blocks(self, name: str) -> BlockType | None:
         return BLOCK_TYPES.get(self._entries[name].kind.name)
 
+    def without_effect(self, name: str) -> bool:
+        """TensorSource.without_effect."""
+        return False
+
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         elements, nbytes = GGML_QUANT_SIZES[self._entries[name].kind]
         columns = into.shape[-1] // nbytes * elements

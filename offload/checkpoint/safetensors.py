@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,9 @@ _TORCH_NAMES = _DTYPES | {
     "U8": "uint8",
     "I32": "int32",
 }
+# Dtypes of tensors that are not quantised or have one scale for several numbers.
+_NUMBERS = (*_DTYPES, "F8_E4M3")
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _WHOLE_NUMBERS = {"I64": "int64", "I32": "int32", "I16": "int16"}
 # Number of elements that are read at a time when they are converted.
 _CHUNK_ELEMENTS = 4 << 20
@@ -83,7 +87,7 @@ class SafetensorsSource:
         file, stored = self._tensors[name]
         if stored.dtype not in _DTYPES:
             raise UnsupportedModelError(
-                f"{file.path}: {name} is {stored.dtype}, supported are {', '.join(_TORCH_NAMES)}"
+                f"{file.path}: {name} is {stored.dtype}, supported are {', '.join(_NUMBERS)}"
             )
         return stored.shape
 
@@ -93,6 +97,16 @@ class SafetensorsSource:
     def blocks(self, name: str) -> BlockType | None:
         found = self._quantised.get(name)
         return found and found.kind
+
+    def without_effect(self, name: str) -> bool:
+        """TensorSource.without_effect: biases of zeros, which GPTQ writes beside every matrix."""
+        matrix = name.removesuffix("bias") + "weight"
+        if not name.endswith(".bias") or matrix not in self._quantised:
+            return False
+        file, stored = self._tensors[name]
+        raw = bytearray(prod(stored.shape) * _ITEM_BYTES.get(stored.dtype, 0))
+        file.fill(memoryview(raw), stored.start, name)
+        return bool(raw) and not any(raw)
 
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         self._quantised[name].read_blocks(self._read_plain, into, corner)

@@ -41,6 +41,9 @@ class TensorSource(Protocol):
     def blocks(self, name: str) -> BlockType | None:
         """Return the block type that a tensor is stored in; None if it is no known one."""
 
+    def without_effect(self, name: str) -> bool:
+        """Return whether a tensor that a model does not expect would change nothing."""
+
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         """Copy a matrix's blocks unchanged, beginning at `corner`, whose column must begin a block.
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from triforce_core.cli.terminal.output import ERROR, say
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
-# argparse expands abbreviations of options with one dash in any case.
+# argparse expands abbreviations of one-dash options even with allow_abbrev=False.
 _AMBIGUOUS = re.compile(r"ambiguous option: (\S+) could match .*")
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.+)\)")
 # What argparse says of a value that its type cannot read.
@@ -108,9 +108,10 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """Parse arguments as argparse does. Each command reports its own unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
-        if len(unknown) == 1 and not unknown[0].startswith("-"):
-            # argparse takes no optional argument that comes after an option.
-            unknown = [] if _taken(parsed, unknown[0]) else unknown
+        *before, word = unknown or [""]
+        if before == ["--"] or (not before and word and not word.startswith("-")):
+            # argparse leaves an optional positional argument unread if an option comes before it.
+            unknown = [] if _taken(parsed, word) else unknown
         if unknown:
             command = getattr(parsed, "parser", self)
             command.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -127,7 +128,7 @@ class Parser(argparse.ArgumentParser):
                 return f" (here {', '.join(f'{flag} is {self.elsewhere[flag]}' for flag in known)})"
             if known:
                 return f" (here it is {self.elsewhere[known[0]]})"
-            flag = words[0]
+            flag = next((word for word in words if word != "--"), "")
             flags = [name for name in self._option_string_actions if name.startswith("--")]
             # An abbreviation is not expanded; the error names the flags it may stand for.
             begun = [name for name in flags if flag.startswith("--") and name.startswith(flag)]

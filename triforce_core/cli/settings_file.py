@@ -135,14 +135,11 @@ def _as_flags(
 
 def _readable(action: argparse.Action, value: str) -> bool:
     """Return whether an option takes a value."""
-    if action.choices is not None and value not in action.choices:
-        return False
     try:
-        if callable(action.type):
-            action.type(value)
+        made = action.type(value) if callable(action.type) else value
     except (argparse.ArgumentTypeError, TypeError, ValueError):
         return False
-    return True
+    return action.choices is None or made in action.choices
 
 
 def _name(key: str) -> str:

@@ -11,7 +11,7 @@ from triforce_core.model.tensors import Layouts
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import DENSE, INT4, SPLIT, SPLIT_EXPERTS, STORED
-from triforce_kernels.weights.block_types import WITH_LARGE_TABLES
+from triforce_kernels.weights.block_types import WITHOUT_KERNELS
 from triforce_offload.errors import DoesNotFitError, UsageError, in_units
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
@@ -164,7 +164,7 @@ def without_kernels(layouts: Layouts) -> list[str]:
     """Return the formats of weights in which a processor computes no layers."""
     if layouts.joins_blocks:
         return ["split blocks"]
-    return sorted(kind.name for kind in layouts.block_types if kind.name in WITH_LARGE_TABLES)
+    return sorted(kind.name for kind in layouts.block_types if kind.name in WITHOUT_KERNELS)
 
 
 def _under(sizes: ModelSizes, placement: Placement, most_budget: int | None) -> Resolved:

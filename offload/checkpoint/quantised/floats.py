@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3
+from triforce_offload.checkpoint.quantised.tensor import check_dtype
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 # Suffix of the scales of an FP8 tensor: as DeepSeek and Qwen name them, and as others do.
 SCALE_SUFFIX, _OTHER_SUFFIX = "_scale_inv", "_scale"
-# Scale of its inputs, which are not rounded here.
-_INPUT_SCALE = "input_scale"
+# Scales of its inputs, which are not rounded here, and zeros that are always 0.
+_UNUSED = ("input_scale", "activation_scale", "input_zero_point", "weight_zero_point")
+_SCALES = ("F32", "F16", "BF16")
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 
 
@@ -49,8 +51,9 @@ class FP8:
         tile, shape = None, stored[name].shape
         if scaled in stored and len(shape) == 2:
             tile = _tile(stored[scaled].shape, shape)
-        of_inputs = name.removesuffix("weight") + _INPUT_SCALE
-        return cls(name, scaled, tile, (of_inputs,) * (of_inputs in stored))
+        prefix = name.removesuffix("weight")
+        held = tuple(prefix + part for part in _UNUSED if prefix + part in stored)
+        return cls(name, scaled, tile, held)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -69,6 +72,7 @@ class FP8:
             raise CheckpointError(
                 f"{path}: {self.scaled} is missing or not of shape {list(_tiles(shape))}"
             )
+        check_dtype(self.scaled, stored, path, _SCALES)
         return shape
 
     def read_blocks(self, read: Read, into: torch.Tensor, corner: Corner) -> None:

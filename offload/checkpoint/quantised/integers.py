@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from triforce_kernels.weights.block_types import INTEGERS
 from triforce_offload.checkpoint.quantised.methods import Method, Quantisation
+from triforce_offload.checkpoint.quantised.tensor import check_dtype
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -63,12 +64,15 @@ class Integers(ABC):
     held: tuple[str, ...]
 
     @classmethod
-    def of(cls, name: str, stored: Mapping[str, Stored], bits: int) -> Self:
+    def of(cls, name: str, stored: Mapping[str, Stored], quantised: Quantisation) -> Self:
         """Return the matrix whose tensors have names that begin with `name`."""
+        bits, group = quantised.bits, quantised.group
         packed, scales = stored[name + cls.packed], stored.get(name + cls.scale)
         two = len(packed.shape) == 2 and packed.dtype == "I32"
         rows, columns = cls._unpacked_shape(*packed.shape, 32 // bits) if two else (0, 0)
         groups = cls._groups(scales.shape, rows) if scales and len(scales.shape) == 2 else 0
+        if group > 0 and groups * group != columns:
+            groups = 0
         others = (part for part in (cls.zero, cls.order, *cls.unused) if name + part in stored)
         return cls(name, rows, columns, bits, groups, tuple(others))
 
@@ -103,10 +107,10 @@ class Integers(ABC):
                 f"{path}: {packed} has a scale for each {self.group} numbers; supported are "
                 f"multiples of {_LEAST}"
             )
-        if stored[scales].dtype not in _SCALES:
-            raise UnsupportedModelError(
-                f"{path}: {scales} is {stored[scales].dtype}; supported are {' and '.join(_SCALES)}"
-            )
+        check_dtype(scales, stored, path, _SCALES)
+        for part in (self.zero, self.order):
+            if part in self.held:
+                check_dtype(self.name + part, stored, path, ("I32",))
         if self.zero not in self.held and self.symmetric:
             return self.rows, self.columns
         if self.zero not in self.held or stored[zeros].shape != self._zeros_shape():
@@ -142,9 +146,8 @@ class Integers(ABC):
         read(self.name + self.order, groups, Corner(first))
         if not torch.equal(groups, (torch.arange(first, first + count) // self.group).int()):
             raise UnsupportedModelError(
-                f"{self.name}{self.order} gives columns another order than that of their groups "
-                "(desc_act, actorder), which is not supported; use a checkpoint without it, or a "
-                "GGUF file"
+                f"{self.name}{self.order} orders columns by activation (desc_act, actorder), which "
+                "is not supported; use a checkpoint without it, or a GGUF file"
             )
 
     @staticmethod
@@ -318,9 +321,9 @@ def integer_matrices(stored: Mapping[str, Stored], quantised: Quantisation) -> d
     """Return the matrices of integers of a checkpoint, by the names of unquantised ones."""
     if (kind := _METHODS.get(quantised.method)) is None:
         return {}
-    ending, bits = "." + kind.packed, quantised.bits
+    ending = "." + kind.packed
     names = [name.removesuffix(kind.packed) for name in stored if name.endswith(ending)]
-    return {name + "weight": kind.of(name, stored, bits) for name in names}
+    return {name + "weight": kind.of(name, stored, quantised) for name in names}
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from triforce_kernels.weights.block_types import INTEGERS
 from triforce_offload.errors import UnsupportedModelError
 
 # Names of FP8 with 4 bits of exponent, as configs write them.
 _E4M3 = ("e4m3", "float8_e4m3fn")
 _BITS, _FP8_BLOCKS = (4, 8), [128, 128]
 _WHOLE_ROW = -1
+# Columns of the smallest blocks of integers.
+_LEAST_GROUP = min(INTEGERS[4])
 _INSTEAD = "use a bfloat16 checkpoint or a GGUF file instead"
 
 
@@ -64,10 +67,12 @@ def quantisation(described: Any) -> Quantisation | None:
             return _auto_round(config)
         case "compressed-tensors":
             return _compressed(config)
-    method = config.get("quant_method")
+        case None if "bits" in config:
+            raise _unsupported("a quantization_config without a method, as MLX writes it,")
     raise UnsupportedModelError(
-        f"quantization_config of method {method!r} is not supported (only awq, gptq, auto-round, "
-        f"compressed-tensors, fp8, fbgemm_fp8, modelopt, and mxfp4 of gpt-oss); {_INSTEAD}"
+        f"quantization_config of method {config.get('quant_method')!r} is not supported (only awq, "
+        "gptq, auto-round, compressed-tensors, fp8, fbgemm_fp8, modelopt, and mxfp4 of gpt-oss); "
+        f"{_INSTEAD}"
     )
 
 
@@ -79,14 +84,29 @@ def _fp8(config: Mapping[str, Any]) -> Quantisation:
 
 def _integers(method: Method, config: Mapping[str, Any]) -> Quantisation:
     _only(config, "bits", (4,) if method is Method.AWQ else _BITS)
-    group = config.get("group_size", _WHOLE_ROW)
-    return Quantisation(method, config["bits"], group if isinstance(group, int) else _WHOLE_ROW)
+    for name in ("dynamic", "extra_config"):
+        # What differs for some modules: a pattern or a name, and what is set for it.
+        own = config.get(name)
+        for each in own.values() if isinstance(own, Mapping) else ():
+            bits = each.get("bits", config["bits"]) if isinstance(each, Mapping) else 16
+            if bits not in (config["bits"], 16):
+                raise _unsupported(f"a checkpoint with some matrices in {bits} bits ({name})")
+    return Quantisation(method, config["bits"], _group(config.get("group_size")))
+
+
+def _group(size: Any) -> int:
+    """Return a group size. Raises UnsupportedModelError for one that no kernel has."""
+    group = size if isinstance(size, int) and size > 0 else _WHOLE_ROW
+    if group > 0 and group % _LEAST_GROUP:
+        raise _unsupported(f"a scale for each {group} numbers, no multiple of {_LEAST_GROUP},")
+    return group
 
 
 def _gptq(config: Mapping[str, Any]) -> Quantisation:
-    _only(config, "desc_act", (False, None))
-    _only(config, "checkpoint_format", ("gptq", "gptq_v2", None))
-    version = config.get("checkpoint_format")
+    if config.get("desc_act"):
+        raise _unsupported("GPTQ with desc_act (columns in another order)")
+    version = config.get("checkpoint_format", config.get("format"))
+    _only({"checkpoint_format": version}, "checkpoint_format", ("gptq", "gptq_v2", None))
     return _integers(Method.GPTQ_V2 if version == "gptq_v2" else Method.GPTQ, config)
 
 
@@ -101,12 +121,11 @@ def _compressed(config: Mapping[str, Any]) -> Quantisation:
     sparsity = config.get("sparsity_config")
     if isinstance(sparsity, Mapping):
         _only(sparsity, "format", ("dense", None))
-    found = {_scheme(each) for each in _groups(config)}
+    if config.get("transform_config"):
+        raise _unsupported("a checkpoint whose weights are rotated (transform_config)")
+    found = {_scheme(each, each.get("format") or config.get("format")) for each in _groups(config)}
     if len(found) != 1:
-        raise UnsupportedModelError(
-            f"quantization_config of compressed-tensors describes {len(found)} formats of weights, "
-            f"and only one is supported; {_INSTEAD}"
-        )
+        raise _unsupported(f"a checkpoint with {len(found)} formats of weights (config_groups)")
     return found.pop()
 
 
@@ -117,26 +136,30 @@ def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield each
 
 
-def _scheme(group: Mapping[str, Any]) -> Quantisation:
-    """Return how weights of a group of modules are quantised.
+def _scheme(group: Mapping[str, Any], stored: Any) -> Quantisation:
+    """Return how weights of a group of modules are quantised. stored: the name of their format
 
     Inputs that FP8 rounds on the way are not rounded here.
     """
-    weights = group["weights"]
+    weights, form = group["weights"], {"format": stored}
+    bits = weights.get("num_bits")
     _only(weights, "type", ("int", "float"))
     if weights["type"] == "float":
-        _only(weights, "num_bits", (8,))
+        if bits != 8:
+            raise _unsupported(f"compressed-tensors with floats of {bits} bits (NVFP4, MXFP4)")
+        _only(form, "format", ("float-quantized", "naive-quantized", None))
         _only(weights, "strategy", ("tensor", "channel", "block"))
         if weights["strategy"] == "block":
             _only(weights, "block_structure", (_FP8_BLOCKS,))
         return Quantisation(Method.FP8)
+    if group.get("input_activations"):
+        raise _unsupported("compressed-tensors with inputs in integers (W8A8, W4A8)")
+    _only(form, "format", ("pack-quantized", None))
     _only(weights, "num_bits", _BITS)
     _only(weights, "strategy", ("group", "channel"))
     _only(weights, "actorder", (None, "static", "weight"))
-    _only(group, "input_activations", (None,))
-    size = weights.get("group_size")
-    grouped = weights["strategy"] == "group" and isinstance(size, int)
-    return Quantisation(Method.PACKED, weights["num_bits"], size if grouped else _WHOLE_ROW)
+    size = weights.get("group_size") if weights["strategy"] == "group" else None
+    return Quantisation(Method.PACKED, bits, _group(size))
 
 
 def _only(config: Mapping[str, Any], field: str, known: tuple[Any, ...]) -> None:
@@ -145,6 +168,10 @@ def _only(config: Mapping[str, Any], field: str, known: tuple[Any, ...]) -> None
     if value not in known:
         named = ", ".join(repr(each) for each in known if each is not None)
         raise UnsupportedModelError(
-            f"quantization_config with {field} {value!r} is not supported (only {named or None}); "
+            f"quantization_config with {field} {value!r} is not supported (only {named}); "
             f"{_INSTEAD}"
         )
+
+
+def _unsupported(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{what} is not supported; {_INSTEAD}")

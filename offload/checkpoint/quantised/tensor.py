@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from triforce_offload.checkpoint.source import Corner
+from triforce_offload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
@@ -43,3 +44,13 @@ class QuantisedTensor(Protocol):
 
     def read_blocks(self, read: Read, into: torch.Tensor, corner: Corner) -> None:
         """TensorSource.read_blocks."""
+
+
+def check_dtype(
+    name: str, stored: Mapping[str, Stored], path: Path, supported: Sequence[str]
+) -> None:
+    """Raise UnsupportedModelError if a part of a tensor has another dtype than these."""
+    if (dtype := stored[name].dtype) not in supported:
+        raise UnsupportedModelError(
+            f"{path}: {name} is {dtype}; supported are {', '.join(supported)}"
+        )

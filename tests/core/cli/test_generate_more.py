@@ -61,7 +61,7 @@ def test_a_text_that_is_cut_before_its_grammar_ends_says_so(capsys, tmp_path) ->
     options = ("generate", tmp_path, *options, "--grammar", file)
     code, out, err = run(capsys, *options, "-n", "8")
     assert (code, len(out.strip())) == (0, 8), err
-    assert "the text ends after 8 tokens, before its grammar does (-n)" in err
+    assert "the text was cut after 8 tokens, before the grammar ended" in err
     code, out, err = run(capsys, *options, "-n", "30")
     assert (code, len(out.strip()), err) == (0, 20, "")
 

@@ -114,3 +114,15 @@ def test_keys_at_the_top_apply_to_run_too(speaking, capsys, file) -> None:
 
     file.write_text("temperature = 0\nmax-new-tokens = 1\n")
     assert answer() == answer("-n", 1) != answer("-n", 20)
+
+
+def test_choices_that_are_numbers_can_be_set(capsys, file, monkeypatch) -> None:
+    plan = ("plan", "llama3.1-8b", "--gpu", "rtx4090", "--context", 4096, "--json")
+    file.write_text("[plan]\ngpus = 2")
+    assert json.loads(run(capsys, *plan)[1])["hardware"]["gpus"] == 2
+    file.write_text("[plan]\ngpus = 2.5")
+    code, _, err = run(capsys, *plan)
+    assert (code, "settings.toml, [plan]: gpus cannot be 2.5" in err) == (2, True)
+    file.write_text("")
+    monkeypatch.setenv("TRIFORCE_GPUS", "2")
+    assert json.loads(run(capsys, *plan)[1])["hardware"]["gpus"] == 2

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from split_texts import GREEDY, NEW, PROMPT, engine
 
 from triforce_core.model.families.hf import from_hf
+from triforce_core.model.known.mixes import mix_of
+from triforce_core.model.known.shapes import read_model
 from triforce_kernels.weights.block_types import INTEGERS
 from triforce_offload.checkpoint.quantised.methods import Method, quantisation
 from triforce_offload.checkpoint.safetensors import SafetensorsSource
@@ -156,7 +158,19 @@ def _changed(tmp_path: Path, way: str, change: dict) -> None:
         ("w4a16", {"weight_scale": None}, CheckpointError, "weight_scale is missing or does not"),
         (
             "w4a16",
-            {"weight_scale": lambda t: t.repeat_interleave(2, 1)},
+            {"weight_scale": lambda t: t[:, :3]},
+            CheckpointError,
+            "scale is missing or does",
+        ),
+        (
+            "gptq",
+            {"g_idx": lambda t: t.long()},
+            UnsupportedModelError,
+            "g_idx is I64; supported a",
+        ),
+        (
+            "w8a16",
+            {"weight_scale": lambda t: t.repeat_interleave(24, 1)},
             UnsupportedModelError,
             "a scale for each 16 numbers; supported are multiples of 32",
         ),
@@ -176,6 +190,40 @@ def test_tensors_that_do_not_fit_are_refused(
         engine(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_biases_of_zeros_are_left_out(tmp_path, family: str) -> None:
+    """GPTQ's files often have one beside every matrix, also where the model has none."""
+    to_integers(tmp_path, make_model(family, tmp_path, **FP8_SIZES), "gptq")
+    file = tmp_path / "model.safetensors"
+    with engine(tmp_path, method="autoregressive") as running:
+        expected = running.generate(PROMPT, GREEDY).token_ids
+    tensors = load_file(file)
+    rows = {
+        name.replace("scales", "bias"): tensor.shape[1]
+        for name, tensor in tensors.items()
+        if name.endswith(".scales")
+    }
+    biases = {name: torch.zeros(count, dtype=torch.float16) for name, count in rows.items()}
+    save_file(biases | tensors, file)
+    with engine(tmp_path, method="autoregressive") as running:
+        assert running.generate(PROMPT, GREEDY).token_ids == expected
+    name = "model.layers.1.mlp.down_proj.bias"
+    save_file(biases | tensors | {name: torch.ones(rows[name])}, file)
+    with pytest.raises(UnsupportedModelError, match=r"holds model.layers.1.mlp.down_proj.bias"):
+        engine(tmp_path)
+
+
+def test_a_plan_of_a_folder_knows_which_matrices_are_quantised(tmp_path) -> None:
+    to_integers(tmp_path, make_model("llama", tmp_path, **FP8_SIZES), "w4a16")
+    file, prefix = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj."
+    tensors = load_file(file)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    save_file(kept | {f"{prefix}weight": torch.zeros(128, 384, dtype=torch.bfloat16)}, file)
+    pieces = read_model(str(tmp_path)).pieces
+    assert [kind.name for _, kind in pieces("layers.0.down")] == ["INT4_32"]
+    assert [kind.name for _, kind in pieces("layers.1.down")] == ["BF16"]
+
+
 METHODS = [
     ({"quant_method": "fp8"}, Method.FP8),
     ({"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}, Method.FP8),
@@ -183,7 +231,15 @@ METHODS = [
     ({"quant_method": "modelopt", "quant_algo": "FP8"}, Method.FP8),
     ({"quant_method": "mxfp4"}, Method.MXFP4),
     ({"quant_method": "gptq", "bits": 4, "desc_act": False}, Method.GPTQ),
-    *((way.config, None) for way in WAYS.values()),
+    (WAYS["awq"].config, Method.AWQ),
+    (WAYS["gptq"].config, Method.GPTQ),
+    (WAYS["gptq-v2"].config, Method.GPTQ_V2),
+    ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, Method.GPTQ_V2),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*attn.*": {}}}, Method.GPTQ),
+    (WAYS["auto-round"].config, Method.GPTQ),
+    (WAYS["w4a16"].config, Method.PACKED),
+    (WAYS["w4a16-asym"].config, Method.PACKED),
+    (WAYS["w8a16"].config, Method.PACKED),
     (
         {
             "quant_method": "compressed-tensors",
@@ -200,12 +256,17 @@ METHODS = [
 
 
 @pytest.mark.parametrize(("config", "method"), METHODS)
-def test_methods_are_known(config: dict, method: Method | None) -> None:
-    found = quantisation(config)
-    assert found is not None
-    assert method in (None, found.method)
-    if "group_size" in config:
-        assert (found.bits, found.group) == (config["bits"], config["group_size"])
+def test_methods_are_known(config: dict, method: Method) -> None:
+    assert quantisation(config).method is method
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_and_groups_are_those_of_the_config(way: str) -> None:
+    stored = WAYS[way]
+    found = quantisation(stored.config)
+    assert (found.bits, found.group) == (stored.bits, stored.group)
+    names = {128: f"INT{stored.bits}", -1: f"INT{stored.bits}"}
+    assert mix_of(found) == names.get(stored.group, f"INT{stored.bits}_{stored.group}")
 
 
 @pytest.mark.parametrize(
@@ -213,21 +274,31 @@ def test_methods_are_known(config: dict, method: Method | None) -> None:
     [
         ("awq", {"version": "gemv"}, "version 'gemv' is not supported .only 'gemm'"),
         ("awq", {"bits": 8}, "bits 8 is not supported"),
-        ("gptq", {"desc_act": True}, "desc_act True is not supported"),
+        ("gptq", {"desc_act": True}, "GPTQ with desc_act .columns in another order. is not"),
+        ("gptq", {"group_size": 48}, "a scale for each 48 numbers, no multiple of 32, is not"),
+        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, "some matrices in 8 bits .dynamic. is"),
+        ("auto-round", {"extra_config": {"a": {"bits": 8}}}, "in 8 bits .extra_config. is not"),
+        ("gptq", {"quant_method": None}, "without a method, as MLX writes it, is not supported"),
+        ("w4a16", {"format": "marlin-24"}, "format 'marlin-24' is not supported"),
+        ("w4a16", {"transform_config": {"config_groups": {}}}, "weights are rotated"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not"),
         ("auto-round", {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24"),
-        ("w4a16", {"config_groups": {}}, "describes 0 formats of weights"),
+        ("w4a16", {"config_groups": {}}, "a checkpoint with 0 formats of weights"),
         ("gptq", {"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported"),
         ("gptq", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
         ("w4a16", {"actorder": "group"}, "actorder 'group' is not supported"),
         ("w4a16", {"num_bits": 3}, "num_bits 3 is not supported"),
         ("w4a16", {"strategy": "tensor"}, "strategy 'tensor' is not supported"),
+        ("w4a16", {"type": "float"}, "floats of 4 bits .NVFP4, MXFP4. is not supported"),
+        ("w4a16", {"group_size": 16}, "a scale for each 16 numbers, no multiple of 32, is not"),
     ],
 )
 def test_other_methods_are_refused_by_name(way: str, change: dict, message: str) -> None:
     config = json.loads(json.dumps(WAYS[way].config))
-    if set(change) & {"actorder", "num_bits", "strategy"}:
+    if set(change) & {"actorder", "num_bits", "strategy", "type"} or (
+        way == "w4a16" and "group_size" in change
+    ):
         config["config_groups"]["group_0"]["weights"] |= change
     else:
         config |= change
@@ -240,7 +311,7 @@ def test_two_formats_in_one_file_are_refused() -> None:
     group = json.loads(json.dumps(config["config_groups"]["group_0"]))
     group["weights"]["group_size"] = 64
     config["config_groups"]["group_1"] = group
-    with pytest.raises(UnsupportedModelError, match="describes 2 formats of weights"):
+    with pytest.raises(UnsupportedModelError, match="a checkpoint with 2 formats of weights"):
         quantisation(config)
 
 
@@ -259,6 +330,7 @@ def test_fp8_with_other_scales_is_that_of_the_dequantised_model(tmp_path, scales
         shaped = {"a vector of rows": each[:, 0], "one": each[0], "a number": each[0, 0]}
         made[name], made[f"{name}_scale"] = numbers, shaped.get(scales, each).clone()
         made[name.replace("weight", "input_scale")] = torch.tensor(2.0)
+        made[name.replace("weight", "activation_scale")] = torch.tensor(2.0)
         in_twin(model, name).copy_(numbers.float() * each)
     write(tmp_path, made, {"quant_method": "modelopt", "quant_algo": "FP8"})
     theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)

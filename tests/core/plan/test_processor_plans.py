@@ -15,7 +15,7 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.processor import _LAYER_SECONDS, Processor, fastest_counts
 from triforce_core.plan.simulation.search import choose
 from triforce_kernels.host.structures import FORMATS
-from triforce_kernels.weights.block_types import ALL_TYPES, WITH_LARGE_TABLES, BlockType
+from triforce_kernels.weights.block_types import ALL_TYPES, WITHOUT_KERNELS, BlockType
 from triforce_offload.errors import UsageError
 from triforce_offload.machine.profiles import named
 from triforce_offload.plan.placing import (
@@ -107,7 +107,7 @@ def test_the_fastest_count_is_that_of_a_search_by_simulation() -> None:
 
 def test_formats_without_kernels_are_left_to_the_device() -> None:
     """Their tables have thousands of entries, which no kernel of a processor has."""
-    assert {name for name in ALL_TYPES if name not in FORMATS} == WITH_LARGE_TABLES
+    assert {name for name in ALL_TYPES if name not in FORMATS} == WITHOUT_KERNELS
     plain = case("llama3.1-70b:Q4_K_M", **DESKTOP)
 
     def pieces(name: str) -> list[tuple[int, BlockType | None]]:

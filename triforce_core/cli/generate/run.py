@@ -213,7 +213,7 @@ def _say_if_cut(params: SamplingParams, result: Completion) -> None:
     if follows and result.finish_reason == "length":
         what = "grammar" if params.grammar is not None else "JSON schema"
         new = result.stats["new_tokens"]
-        say(f"triforce: the text ends after {new} tokens, before its {what} does (-n)", WARNING)
+        say(f"triforce: the text was cut after {new} tokens, before the {what} ended", WARNING)
 
 
 def _with_room(params: SamplingParams, task: Task, engine: Engine) -> SamplingParams:

@@ -74,7 +74,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="texts that are decoded together, each with this context, as `serve` does",
+        help="texts that `serve` decodes together; each has the whole context",
     )
     add(
         "--acceptance",

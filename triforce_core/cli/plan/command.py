@@ -169,8 +169,8 @@ def _host_compute(args: argparse.Namespace) -> float | str:
         raise UsageError("--host-flops needs --host-bandwidth, the rate at which weights are read")
     if args.host_bandwidth and args.host_flops is None and args.gpu is not None:
         say(
-            "the CPU computes nothing in this plan: give the rate of its products too, as in "
-            "--host-flops 1.5e12",
+            "the CPU computes nothing in this plan; to let it, give the rate of its products too: "
+            "--host-flops 1.5e12, say",
             WARNING,
         )
     return EngineConfig().changed(host_compute=args.host_compute).host_compute

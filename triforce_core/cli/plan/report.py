@@ -91,6 +91,8 @@ def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -
         "link": f", {rows[0]['link']}",
     }
     about = "".join(text for title, text in shared.items() if title not in varied)
+    if case.sequences > 1:
+        about += f", the speed of one of {case.sequences} sequences"
     by = "number of GPUs" if kind == "gpus" else kind
     console.print(f"SIMULATED: {model} ({case.dtype.name}) on {case.hardware.name}{about}; by {by}")
     titles = (
@@ -199,7 +201,11 @@ def _figures(p: Prediction, case: Case) -> list[Row]:
     # The share is at the mean rate of link and disk, and may come out slightly above 1.
     busy = min(1.0, p.floor_share)
     rows: list[Row] = [
-        ("speed", f"{p.tokens_per_second:.1f} tokens/s", given),
+        (
+            "speed of one" if case.sequences > 1 else "speed",
+            f"{p.tokens_per_second:.1f} tokens/s",
+            given,
+        ),
         *_together(p, case.sequences),
         (
             "time to first token",

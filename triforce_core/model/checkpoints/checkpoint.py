@@ -60,7 +60,7 @@ _OF_IMAGES = ("vision", "visual", "multi_modal")
 # No model has more layers that only draft.
 _MOST_DRAFTING = 16
 # Scales of KV in 8 bits, in which it is not kept here.
-_KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
+_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 # Old checkpoints contain buffers that are computed here; scales are read with the tensor they
 # belong to.
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX, *_KV_SCALES)
@@ -254,6 +254,7 @@ class Checkpoint:
             if name.startswith(_OF_LAYERS)
             and not name.endswith(_UNUSED)
             and not name.startswith(self._of_drafts)
+            and not self._source.without_effect(name)
         )
         if unused:
             yield UnsupportedModelError(

@@ -33,6 +33,8 @@ _AROUND_TEXT = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
+# Fields that `text_config` may leave to the config around it.
+_OUTER = ("quantization_config", "compression_config", "tie_word_embeddings", "eos_token_id")
 # Fields of what is not computed here, if they are set.
 _UNSUPPORTED = ("mlp_bias", "use_bias", "clip_qkv")
 
@@ -85,7 +87,12 @@ def _head_dims(layers: Sequence[LayerSpec]) -> tuple[int, int]:
 
 def quantised(raw: Mapping[str, Any]) -> Quantisation | None:
     """Return how a config.json says that weights are quantised. Raises UnsupportedModelError."""
-    return quantisation(_text_of(raw)[0].get("quantization_config"))
+    return quantisation(_quantised(_text_of(raw)[0]))
+
+
+def _quantised(raw: Mapping[str, Any]) -> Any:
+    """The second name is that of early files of compressed-tensors."""
+    return raw.get("quantization_config") or raw.get("compression_config")
 
 
 def reads_images(raw: Mapping[str, Any]) -> bool:
@@ -102,11 +109,7 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
         text = raw.get("text_config", raw)
         if not isinstance(text, Mapping):
             raise CheckpointError(f"{SOURCE}: text_config must be an object, got {text!r}")
-        outer = {
-            name: raw.get(name)
-            for name in ("quantization_config", "tie_word_embeddings", "eos_token_id")
-            if text.get(name) is None
-        }
+        outer = {name: raw.get(name) for name in _OUTER if text.get(name) is None}
         inner = {"architectures": None, "text_config": None}
         inner["model_type"] = _AROUND_TEXT[raw["architectures"][0]] or text.get("model_type")
         return _text_of({**text, **outer, **inner})
@@ -130,7 +133,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     for name in _UNSUPPORTED:
         if raw.get(name):
             raise UnsupportedModelError(f"{name} is not supported")
-    found = quantisation(raw.get("quantization_config"))
+    found = quantisation(_quantised(raw))
     if found and found.method is Method.MXFP4 and family.name != "gpt_oss":
         raise UnsupportedModelError(f"MXFP4 is not supported for a {family.name} model")
 

@@ -75,7 +75,7 @@ _INTEGERS = r"awq(-?4bit)?|gptq|(gptq-)?int4|awq-int4|(quantized[.])?w4a16|(int4
 _QUANTISED = (
     (rf"[-.]({_INTEGERS})$", "INT4"),
     (r"[-.]((gptq-)?int8|(quantized[.])?w8a16)$", "INT8"),
-    (r"-fp8(-dynamic|-block)?$", "FP8"),
+    (r"-fp8([-_]dynamic|-block)?$", "FP8"),
 )
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
@@ -95,21 +95,25 @@ _UNSUPPORTED = (
 )
 
 
-def shape_and_mix(hub_id: str) -> tuple[str | None, str]:
-    """Return the name of the known shape for a hub id, or None, and the mix of its weights by the
-    end of the id, empty if it does not tell.
+def shape_of(hub_id: str) -> str | None:
+    """Return the name of the known shape for a hub id of its makers, or None."""
+    return _SHAPES.get(_plain(hub_id))
+
+
+def like_known(hub_id: str) -> tuple[str | None, str]:
+    """Return the name of the known shape for a hub id of any publisher, or None, and the mix of its
+    weights by the end of the id, empty if it does not tell.
     """
     for pattern, mix in _QUANTISED:
         whole = re.sub(pattern, "", hub_id.lower())
         if whole != hub_id.lower():
-            return _shape(whole), mix
-    return _shape(hub_id), ""
+            return _BY_MODEL.get(_model(whole)), mix
+    return _BY_MODEL.get(_model(hub_id)), ""
 
 
-def _shape(hub_id: str) -> str | None:
-    """Many publish the same model, under the name that its makers gave it."""
-    plain = _plain(hub_id)
-    return _SHAPES.get(plain) or _BY_MODEL.get(plain.partition("/")[2])
+def _model(hub_id: str) -> str:
+    """Return the part of a hub id that does not name the publisher."""
+    return _plain(hub_id).rpartition("/")[2].removeprefix("meta-")
 
 
 def hub_id_of(shape: str) -> str | None:
@@ -135,4 +139,4 @@ def _plain(hub_id: str) -> str:
 
 
 _SHAPES = {_plain(hub_id): shape for hub_id, shape in _MODELS.items()}
-_BY_MODEL = {plain.partition("/")[2]: shape for plain, shape in _SHAPES.items()}
+_BY_MODEL = {_model(plain): shape for plain, shape in _SHAPES.items()}

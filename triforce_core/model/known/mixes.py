@@ -104,7 +104,7 @@ def mix_of(quantised: Quantisation | None) -> str | None:
         return None
     if quantised.method in (Method.FP8, Method.MXFP4):
         return quantised.method.value
-    # All of a row are whole groups of 128, or else it is not stored in such blocks.
+    # A row with one scale is in blocks of 128, or of 32 if 128 does not divide it (`_whole`).
     names = _INTEGERS[quantised.bits]
     group = quantised.group if quantised.group > 0 else max(names)
     return next((name for size, name in names.items() if group % size == 0), names[min(names)])

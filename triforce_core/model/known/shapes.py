@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, quantised
 from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
-from triforce_core.model.known.hub_ids import shape_and_mix, unsupported_family
+from triforce_core.model.known.hub_ids import like_known, shape_of, unsupported_family
 from triforce_core.model.known.mixes import OF_SAFETENSORS, mix_of, pieces_of
 from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
 from triforce_core.model.layers import DeltaNet, LayerSpec
@@ -283,8 +285,10 @@ def read_model(name: str) -> Shape:
     """
     known, _, mix = name.partition(":")
     if not Path(name).expanduser().exists():
-        shape_name, of_id = shape_and_mix(known)
-        known, mix = shape_name or known, mix or of_id
+        known = shape_of(known) or known
+        if known not in SHAPES and cached(name) is None:
+            like, of_id = like_known(known)
+            known, mix = like or known, mix or of_id
     if known in SHAPES:
         shape = replace(_of_config(SHAPES[known]), published=_published(known))
         if not mix:
@@ -293,7 +297,7 @@ def read_model(name: str) -> Shape:
         return replace(shape, config=config, pieces=pieces_of(config, mix), dtype=None)
     path = local(name) or cached(name) or Path(name)
     if path.is_dir():
-        return _of_config(read_json(path / "config.json"))
+        return _of_folder(path)
     if path.is_file() and is_gguf(path):
         checkpoint = open_checkpoint(path)
         try:
@@ -327,6 +331,18 @@ def _of_config(raw: Mapping[str, Any]) -> Shape:
     mix = mix_of(quantised(raw))
     pieces = pieces_of(config, mix) if mix else None
     return Shape(config, pieces, stored if isinstance(stored, str) else None)
+
+
+def _of_folder(path: Path) -> Shape:
+    """Return the shape of a folder with a config.json, and of the weights beside it."""
+    shape = _of_config(read_json(path / "config.json"))
+    if shape.pieces is None or not any(path.glob("*.safetensors")):
+        return shape
+    with warnings.catch_warnings():
+        # Plans do not load the part that reads images either.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with closing(open_checkpoint(path)) as checkpoint:
+            return replace(shape, pieces=_pieces_read(checkpoint))
 
 
 def _in_gguf(config: ModelConfig) -> ModelConfig:
