@@ -23,9 +23,15 @@ from triforce_kernels.host.structures import (
 )
 from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights import split_quants as quants
-from triforce_kernels.weights.block_types import F8_E4M3, F8_HIGH, HIGH_QUANTS, BlockType
+from triforce_kernels.weights.block_types import (
+    F8_E4M3,
+    F8_HIGH,
+    HIGH_QUANTS,
+    WITH_TABLES,
+    BlockType,
+)
 from triforce_kernels.weights.blocks import BlockWeight
-from triforce_kernels.weights.grids import GRID_WORDS, grid
+from triforce_kernels.weights.grids import grid
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.integers import IntegerWeight
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, SplitError, reference_decode
@@ -210,7 +216,7 @@ def _fill_grid(name: str) -> None:
 
 
 def _blocks(data: torch.Tensor, kind: BlockType) -> Weight:
-    if kind.name in GRID_WORDS:
+    if kind.name in WITH_TABLES:
         _fill_grid(kind.name)
     columns = data.shape[1] // kind.nbytes * kind.elements
     return Weight(FORMATS[kind.name], columns, data.stride(0), data.data_ptr())

@@ -93,5 +93,7 @@ NARROW = {
 ALL_TYPES = BLOCK_TYPES | {
     kind.name: kind for kind in (F8_E4M3, *HIGH_TYPES.values(), *OF_INTEGERS, *NARROW.values())
 }
+# Types whose numbers are in tables (`grids`), and the tables' sizes in words of 4 bytes.
+WITH_TABLES = {"IQ3_XXS": 256, "IQ3_S": 512, "IQ2_XXS": 512, "IQ2_XS": 1024, "IQ2_S": 2048}
 # Types that no kernel decodes.
 WITHOUT_KERNELS = frozenset(name for name in ALL_TYPES if name.startswith("IQ1"))

@@ -19,15 +19,15 @@ from triforce_kernels.weights.block_types import (
     INTEGERS,
     NARROW,
     OF_INTEGERS,
+    WITH_TABLES,
     BlockType,
 )
-from triforce_kernels.weights.grids import GRID_WORDS
 from triforce_kernels.weights.stored import StoredWeight
 
 # Types that kernels decode, on a GPU and on a CPU.
 FUSED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *("IQ4_NL", "IQ4_XS", *GRID_WORDS, "MXFP4"),
+    *("IQ4_NL", "IQ4_XS", *WITH_TABLES, "MXFP4"),
     *("F8_E4M3", *(high.name for high in HIGH_TYPES.values())),
     *(kind.name for kind in OF_INTEGERS),
 )

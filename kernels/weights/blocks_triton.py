@@ -12,10 +12,10 @@ import triton.language as tl
 from triforce_kernels.checks import require
 from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.block_steps_triton import SHAPES, step_of
-from triforce_kernels.weights.block_types import OF_INTEGERS, BlockType
+from triforce_kernels.weights.block_types import OF_INTEGERS, WITH_TABLES, BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.depth_triton import divided, part_of, steps_together
-from triforce_kernels.weights.grids import GRID_WORDS, grid
+from triforce_kernels.weights.grids import grid
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
@@ -90,7 +90,7 @@ def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Ten
     _decode_kernel[grid](
         data, _table(data, kind), out, row_bytes, blocks * steps, out.shape[1],
         KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size,
-        IN_GRIDS=kind.name in GRID_WORDS, MANY=_STEPS,
+        IN_GRIDS=kind.name in WITH_TABLES, MANY=_STEPS,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -118,7 +118,7 @@ def _product(
     _matmul_kernel[parts.grid(count)](
         x, *groups, data, _table(data, kind), parts.sums, x.stride(0), row_bytes, x.shape[0],
         columns, steps, parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,
-        IN_GRIDS=kind.name in GRID_WORDS,
+        IN_GRIDS=kind.name in WITH_TABLES,
         KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=of_block, BYTES=size,
         ROWS=tile, COLUMNS=parts.columns, TOGETHER=together,
         num_warps=4, num_stages=3, enable_fp_fusion=False,
@@ -128,7 +128,7 @@ def _product(
 
 def _table(data: torch.Tensor, kind: BlockType) -> torch.Tensor:
     """Return the table of a block type on the device of its blocks; these for types without one."""
-    return grid(kind.name, data.device) if kind.name in GRID_WORDS else data
+    return grid(kind.name, data.device) if kind.name in WITH_TABLES else data
 
 
 def _require_aligned(data: torch.Tensor, kind: BlockType) -> None:

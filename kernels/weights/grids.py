@@ -10,13 +10,10 @@ from functools import cache
 import numpy as np
 import torch
 
-# Types of blocks with such a table, and its size in words of 4 bytes.
-GRID_WORDS = {"IQ3_XXS": 256, "IQ3_S": 512, "IQ2_XXS": 512, "IQ2_XS": 1024, "IQ2_S": 2048}
-
 
 @cache
 def grid(name: str, device: torch.device) -> torch.Tensor:
-    """Return the table of a type of GRID_WORDS: [words] int32, the first number lowest."""
+    """Return the table of one of `WITH_TABLES`: [words] int32, the first number lowest."""
     from gguf import quants
 
     kind = getattr(quants, name)

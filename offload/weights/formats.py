@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.block_types import WITH_TABLES, BlockType
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,8 @@ class Read(Enum):
     HIGH: high bits of bfloat16 alone
     GROUPS: groups of 4-bit numbers
     SMALL_GROUPS: groups of 3-bit numbers
-    BLOCKS: blocks of a few bits a number, of GGUF and FP8
+    BLOCKS: blocks of a few bits a number, of GGUF, FP8, AWQ and GPTQ
+    TABLES: blocks whose numbers are in tables, IQ2 and IQ3
     """
 
     AS_STORED = "as stored"
@@ -67,6 +68,7 @@ class Read(Enum):
     GROUPS = "groups"
     SMALL_GROUPS = "small groups"
     BLOCKS = "blocks"
+    TABLES = "tables"
 
 
 class Format(ABC):
@@ -168,13 +170,19 @@ class Matrix(Format):
 
 @dataclass(frozen=True)
 class Blocks(Matrix):
-    """A matrix in one of GGUF's block types, row by row."""
+    """A matrix in a block type, row by row."""
 
-    read: ClassVar[Read] = Read.BLOCKS
-    draft_read: ClassVar[Read] = Read.BLOCKS
     multiplies_experts: ClassVar[bool] = True
 
     kind: BlockType
+
+    @property
+    def read(self) -> Read:  # type: ignore[override]
+        return Read.TABLES if self.kind.name in WITH_TABLES else Read.BLOCKS
+
+    @property
+    def draft_read(self) -> Read:  # type: ignore[override]
+        return self.read
 
     @property
     def nbytes(self) -> int:

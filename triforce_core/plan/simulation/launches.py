@@ -71,6 +71,8 @@ OPERATIONS = {
     Read.SMALL_GROUPS: ((16, 17.5), (32, 22.0), (FEW_ROWS, 36.0)),
     # Of Q4_K, which takes longest for its bytes.
     Read.BLOCKS: ((16, 15.5), (32, 18.0), (FEW_ROWS, 24.0)),
+    # As many times more as loops of IQ2 and IQ3 have on average, none measured.
+    Read.TABLES: ((16, 56.0), (32, 63.0), (FEW_ROWS, 75.0)),
 }
 # Integer instructions for each element that is decoded to memory: of a matrix before a product with
 # more rows, or of a block of KV. Assumed for blocks that are joined.
