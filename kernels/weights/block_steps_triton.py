@@ -149,6 +149,13 @@ def _word(place):
 
 
 @triton.jit
+def _zero_and_scale(block):
+    """Return what blocks of integers begin with, [rows, 1] each (`block_types.INTEGERS`)."""
+    word = tl.load(block.to(tl.pointer_type(tl.int32)))
+    return (word & 255)[:, None], (word & ~255).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
 def _of_halves(four, whole, byte, less: tl.constexpr):
     """Return the scales of two tiles of 32 numbers, [rows, 32] each. four: bytes [rows], a factor
     less `less` for each 16 numbers; whole: what they are multiplied by, [rows]
@@ -306,15 +313,13 @@ def step_of(
         low, high = _eight(place) * scale, _eight(place + BYTES) * scale
     elif KIND == "INT4_32" or KIND == "INT4_64" or KIND == "INT4_128":
         both = tl.load(block[:, None] + 4 + part * BYTES + byte[None, :]).to(tl.int32)
-        word = tl.load(block.to(tl.pointer_type(tl.int32)))
-        zero, scale = (word & 255)[:, None], (word & ~255).to(tl.float32, bitcast=True)[:, None]
+        zero, scale = _zero_and_scale(block)
         start += part * (2 * BYTES)
         low = ((both & 15) - zero).to(tl.float32) * scale
         high = ((both >> 4) - zero).to(tl.float32) * scale
     elif KIND == "INT8_32" or KIND == "INT8_64" or KIND == "INT8_128":
         place = block[:, None] + 4 + part * (2 * BYTES) + byte[None, :]
-        word = tl.load(block.to(tl.pointer_type(tl.int32)))
-        zero, scale = (word & 255)[:, None], (word & ~255).to(tl.float32, bitcast=True)[:, None]
+        zero, scale = _zero_and_scale(block)
         start += part * (2 * BYTES)
         low = (tl.load(place).to(tl.int32) - zero).to(tl.float32) * scale
         high = (tl.load(place + BYTES).to(tl.int32) - zero).to(tl.float32) * scale

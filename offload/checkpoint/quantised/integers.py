@@ -180,7 +180,7 @@ class Integers(ABC):
 
 
 class _Transposed(Integers):
-    """Scales are [groups, rows], and zeros [groups, rows / 8]."""
+    """Scales are [groups, rows], and zeros [groups, rows / 8] for 4 bits."""
 
     packed, scale, zero, order = "qweight", "scales", "qzeros", "g_idx"
 
@@ -201,8 +201,8 @@ class _Transposed(Integers):
     def _words(
         self, read: Read, part: str, corner: Corner, rows: int, columns: int
     ) -> tuple[torch.Tensor, int]:
-        """Read a part of a tensor that has 8 rows of the matrix in an integer: [columns, integers].
-        Return it, and how many rows it has above those that were asked for.
+        """Read a part of a tensor that has several rows of the matrix in an integer of 32 bits:
+        [columns, integers]. Return it, and how many rows it has above those that were asked for.
         """
         import torch
 
@@ -232,7 +232,7 @@ class AWQ(_Transposed):
 
 
 class GPTQ(_Transposed):
-    """Integers are [columns / 8, rows]. Zeros are stored less 1."""
+    """Integers are [columns / 8, rows] for 4 bits. Zeros are stored less 1."""
 
     less_one: ClassVar[bool] = True
 
@@ -262,8 +262,8 @@ class GPTQv2(GPTQ):
 
 
 class PackedIntegers(Integers):
-    """compressed-tensors: integers are [rows, columns / 8], scales [rows, groups], and zeros
-    [rows / 8, groups] for 4 bits.
+    """compressed-tensors: for 4 bits, integers are [rows, columns / 8], scales [rows, groups], and
+    zeros [rows / 8, groups].
     """
 
     packed, scale = "weight_packed", "weight_scale"

@@ -121,7 +121,8 @@ def _compressed(config: Mapping[str, Any]) -> Quantisation:
     sparsity = config.get("sparsity_config")
     if isinstance(sparsity, Mapping):
         _only(sparsity, "format", ("dense", None))
-    if config.get("transform_config"):
+    transforms = config.get("transform_config")
+    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
         raise _unsupported("a checkpoint whose weights are rotated (transform_config)")
     found = {_scheme(each, each.get("format") or config.get("format")) for each in _groups(config)}
     if len(found) != 1:

@@ -237,7 +237,7 @@ METHODS = [
     ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2"}, Method.GPTQ_V2),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*attn.*": {}}}, Method.GPTQ),
     (WAYS["auto-round"].config, Method.GPTQ),
-    (WAYS["w4a16"].config, Method.PACKED),
+    (WAYS["w4a16"].config | {"transform_config": {"config_groups": {}}}, Method.PACKED),
     (WAYS["w4a16-asym"].config, Method.PACKED),
     (WAYS["w8a16"].config, Method.PACKED),
     (
@@ -280,7 +280,7 @@ def test_bits_and_groups_are_those_of_the_config(way: str) -> None:
         ("auto-round", {"extra_config": {"a": {"bits": 8}}}, "in 8 bits .extra_config. is not"),
         ("gptq", {"quant_method": None}, "without a method, as MLX writes it, is not supported"),
         ("w4a16", {"format": "marlin-24"}, "format 'marlin-24' is not supported"),
-        ("w4a16", {"transform_config": {"config_groups": {}}}, "weights are rotated"),
+        ("w4a16", {"transform_config": {"config_groups": {"a": {}}}}, "weights are rotated"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not"),
         ("auto-round", {"packing_format": "auto_round:llm_compressor"}, "packing_format"),
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24"),
