@@ -17,7 +17,9 @@ import torch
 from triforce_kernels.host.library import vectors
 from triforce_offload.memory.available import available_host_bytes
 
-_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "triton", "numpy")
+# Of the extras `server` and `grammar`, one each.
+_EXTRAS = ("fastapi", "llguidance")
+_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "triton", "numpy", *_EXTRAS)
 
 
 @dataclass(frozen=True)
