@@ -19,7 +19,7 @@ from triforce_kernels.host.structures import STRUCTURES
 # may be forced, so that tests compare them.
 VARIABLE = "TRIFORCE_VECTORS"
 # As in `source/host.h`. A library of another version is not used.
-_VERSION = 13
+_VERSION = 14
 
 _Long, _Address = ctypes.c_int64, ctypes.c_void_p
 

@@ -224,7 +224,7 @@ FORMATS = {
             *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
             *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
             *("F8_E4M3", "F8_HIGH", "Q5_K_HIGH", "Q6_K_HIGH"),
-            *(*WITH_TABLES, *(kind.name for kind in OF_INTEGERS)),
+            *(*WITH_TABLES, *(kind.name for kind in OF_INTEGERS), "NVFP4"),
             *("SPLIT_BF16", "HIGH_BF16", "INT4", "INT3"),
         )
     )

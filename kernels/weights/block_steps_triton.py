@@ -17,6 +17,7 @@ SHAPES = {
     "Q5_1": (16, 1),
     "Q8_0": (16, 1),
     "MXFP4": (16, 1),
+    "NVFP4": (32, 2),
     "F8_E4M3": (32, 2),
     "F8_HIGH": (32, 2),
     "Q4_K": (32, 4),
@@ -60,10 +61,11 @@ def _eight(place):
 
 @triton.jit
 def _four(code):
-    """Return twice the numbers of 4 bits: 2 of exponent, 1 of mantissa."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    size = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-    return tl.where(code >= 8, -size.to(tl.float32), size.to(tl.float32))
+    """Return twice the numbers of 4 bits: 2 of exponent, 1 of mantissa. As half-precision numbers
+    with the same bits they would be 2^-14 of their value, subnormal ones too.
+    """
+    half = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.uint16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 32768.0
 
 
 @triton.jit
@@ -306,6 +308,13 @@ def step_of(
         both = tl.load(block[:, None] + 1 + byte[None, :]).to(tl.int32)
         scale = _power(block)[:, None]
         low, high = _four(both & 15) * scale, _four(both >> 4) * scale
+    elif KIND == "NVFP4":
+        both = tl.load(block[:, None] + 12 + part * 32 + byte[None, :]).to(tl.int32)
+        scales = block[:, None] + 4 + part * 4 + (byte // 16)[None, :]
+        factor = _single(block)[:, None] * 0.5
+        start += part * 64
+        low, high = _four(both & 15), _four(both >> 4)
+        low, high = low * (_eight(scales) * factor), high * (_eight(scales + 2) * factor)
     elif KIND == "F8_E4M3":
         place = block[:, None] + part * 64 + byte[None, :]
         scale = _single(block + 128)[:, None]

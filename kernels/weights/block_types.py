@@ -83,6 +83,9 @@ INTEGERS = {
     for bits in (4, 8)
 }
 OF_INTEGERS = tuple(kind for kinds in INTEGERS.values() for kind in kinds.values())
+# 128 numbers of 4 bits (2 of exponent, 1 of mantissa): a factor in float32, a scale in F8_E4M3 for
+# each 16 numbers, then the numbers, like integers of 4 bits. Checkpoints have one factor a matrix.
+NVFP4 = BlockType("NVFP4", 0, 128, 76)
 # The type of the high bits, by the name of that of a block that can be split.
 HIGH_TYPES = {F8_E4M3.name: F8_HIGH, **HIGH_QUANTS}
 # Numbers of 16 bits as blocks of one, which a model that computes in float32 keeps as they are.
@@ -90,9 +93,8 @@ NARROW = {
     "bfloat16": BlockType("BF16", 30, 1, 2),
     "float16": BlockType("F16", 1, 1, 2),
 }
-ALL_TYPES = BLOCK_TYPES | {
-    kind.name: kind for kind in (F8_E4M3, *HIGH_TYPES.values(), *OF_INTEGERS, *NARROW.values())
-}
+_OWN = (F8_E4M3, *HIGH_TYPES.values(), NVFP4, *OF_INTEGERS, *NARROW.values())
+ALL_TYPES = BLOCK_TYPES | {kind.name: kind for kind in _OWN}
 # Types whose numbers are in tables (`grids`), and the tables' sizes in words of 4 bytes.
 WITH_TABLES = {"IQ3_XXS": 256, "IQ3_S": 512, "IQ2_XXS": 512, "IQ2_XS": 1024, "IQ2_S": 2048}
 # Types that no kernel decodes.

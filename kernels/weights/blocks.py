@@ -29,7 +29,7 @@ FUSED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ4_NL", "IQ4_XS", *WITH_TABLES, "MXFP4"),
     *("F8_E4M3", *(high.name for high in HIGH_TYPES.values())),
-    *(kind.name for kind in OF_INTEGERS),
+    *("NVFP4", *(kind.name for kind in OF_INTEGERS)),
 )
 _BY = {
     TRITON: frozenset(FUSED),
@@ -224,6 +224,16 @@ def _int8(blocks: torch.Tensor) -> torch.Tensor:
     return (blocks[:, 4:].int() - (words & 255)).float() * (words & ~255).view(torch.float32)
 
 
+def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """Numbers are twice those that the format defines, and factors half of them."""
+    factors = blocks[:, :4].contiguous().view(torch.float32) * 0.5
+    scales = blocks[:, 4:12].view(torch.float8_e4m3fn).float() * factors
+    codes = blocks[:, 12:].unflatten(1, (2, 1, 32))
+    codes = torch.cat((codes & 15, codes >> 4), 2).flatten(1)
+    doubled = torch.tensor(_DOUBLED, device=blocks.device)[codes.long()]
+    return doubled * scales.repeat_interleave(16, 1)
+
+
 # What the codes of F8_HIGH stand for.
 F8_LEVELS = [2.0, 6, 9, 13, 17, 21, 25, 29, 34, 42, 50, 58, 68, 84, 100, 116]
 _DOUBLED = [0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
@@ -235,6 +245,7 @@ _OWN = {
     "F8_HIGH": _f8_high,
     **{high.name: partial(high_quants.decode, kind=kind) for kind, high in HIGH_QUANTS.items()},
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
     **{kind.name: partial(_int4, elements=size) for size, kind in INTEGERS[4].items()},
     **{kind.name: _int8 for kind in INTEGERS[8].values()},
     "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),

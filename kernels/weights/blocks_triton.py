@@ -20,7 +20,7 @@ from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 # Blocks of these types begin at multiples of 4 bytes, and all others at even addresses.
-_BEGIN_AT_FOURS = ("Q2_K", "Q4_K", "Q5_K", "Q5_K_HIGH", "F8_E4M3", "F8_HIGH")
+_BEGIN_AT_FOURS = ("Q2_K", "Q4_K", "Q5_K", "Q5_K_HIGH", "F8_E4M3", "F8_HIGH", "NVFP4")
 _BEGIN_AT_FOURS += tuple(kind.name for kind in OF_INTEGERS)
 # Steps that one program of `decode` processes.
 _STEPS = 4

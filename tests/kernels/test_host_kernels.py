@@ -32,7 +32,7 @@ MAKES = found.makes(LIBRARY) if LIBRARY else []
 KINDS = [ALL_TYPES[name] for name in structures.FORMATS if name in ALL_TYPES]
 # Where the half-precision numbers of a block are, whose exponents random bits would make too large.
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q6_K_HIGH": (144,)}
-HALVES |= dict.fromkeys(("MXFP4", "F8_E4M3", "F8_HIGH"), ())
+HALVES |= dict.fromkeys(("MXFP4", "NVFP4", "F8_E4M3", "F8_HIGH"), ())
 HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q5_K_HIGH"), (0, 2))
 
 
@@ -58,6 +58,9 @@ def random_blocks(kind: BlockType, rows: int, columns: int, seed: int = 0) -> to
             data[..., 0] = zeros
     for place in HALVES.get(kind.name, (0,) if kind.elements > 1 else ()):
         data[..., place + 1] &= 0xBB
+    if kind.name == "NVFP4":
+        data[..., :4] = torch.rand(*shape[:2], 1, generator=generator).view(torch.uint8)
+        data[..., 4:12] &= 0xF7
     if kind.name == "MXFP4":
         data[..., 0] = data[..., 0] % 9 + 122
     return data.flatten(1)

@@ -20,6 +20,7 @@ from triforce_kernels.weights.block_types import (
     F8_HIGH,
     HIGH_QUANTS,
     INTEGERS,
+    NVFP4,
     BlockType,
 )
 from triforce_kernels.weights.blocks import (
@@ -50,6 +51,8 @@ def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, tor
         return high_bits(rows)
     if name in OF_HIGH:
         return high_quants(OF_HIGH[name], rows)
+    if name == "NVFP4":
+        return of_nvfp4(rows)
     if name in OF_INTEGERS:
         return of_integers(*OF_INTEGERS[name], rows)
     if not can_decode(BLOCK_TYPES[name], torch.device("cpu")):
@@ -97,6 +100,25 @@ def of_integers(bits: int, kind: BlockType, rows: int) -> tuple[BlockWeight, tor
     return BlockWeight(data.flatten(1).to(DEVICE), kind, COLUMNS), numbers
 
 
+def of_nvfp4(rows: int) -> tuple[BlockWeight, torch.Tensor]:
+    """Every code, scales of all sizes, subnormal and negative ones too, and a factor a row."""
+    generator = torch.Generator().manual_seed(6)
+    codes = torch.randint(0, 16, (rows, COLUMNS), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 256, (rows, COLUMNS // 16), generator=generator, dtype=torch.uint8)
+    scales[scales & 0x7F == 0x7F] = 0
+    factors = torch.rand(rows, 1, generator=generator) * 1e-3
+    data = torch.empty(rows, COLUMNS // 128, NVFP4.nbytes, dtype=torch.uint8)
+    data[..., :4] = factors.view(torch.uint8).unsqueeze(1)
+    data[..., 4:12] = scales.view(rows, -1, 8)
+    pairs = codes.view(rows, -1, 2, 2, 32)
+    data[..., 12:] = (pairs[..., 0, :] | pairs[..., 1, :] << 4).flatten(2)
+    levels = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = levels[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
+    whole = scales.view(torch.float8_e4m3fn).float() * factors
+    numbers = numbers * whole.repeat_interleave(16, 1)
+    return BlockWeight(data.flatten(1).to(DEVICE), NVFP4, COLUMNS), numbers
+
+
 def high_bits(rows: int) -> tuple[BlockWeight, torch.Tensor]:
     """Random codes and signs, number by number."""
     generator = torch.Generator().manual_seed(4)
@@ -140,7 +162,9 @@ def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", [*BLOCK_TYPES, F8_E4M3.name, F8_HIGH.name, *OF_HIGH, *OF_INTEGERS])
+@pytest.mark.parametrize(
+    "name", [*BLOCK_TYPES, F8_E4M3.name, F8_HIGH.name, *OF_HIGH, *OF_INTEGERS, "NVFP4"]
+)
 def test_decoded_numbers_are_those_of_the_gguf_package(backend, name: str) -> None:
     weight, expected = blocks(name, ROWS if backend == REFERENCE else 5)
     assert weight.shape == expected.shape

@@ -331,6 +331,29 @@ INLINE void part_int8(const uint8_t *at, int part, const float *scales, int64_t 
     }
 }
 
+/* Half the scales, since levels are twice the numbers. */
+INLINE void scales_nvfp4(const uint8_t *at, float *out) {
+    float factor;
+    memcpy(&factor, at, 4);
+    for (int i = 0; i < 8; i++) {
+        /* 2^120 moves the exponent, and makes denormal numbers normal. */
+        uint32_t bits = (uint32_t)(at[4 + i] & 127) << 20;
+        float scale;
+        memcpy(&scale, &bits, 4);
+        scale = at[4 + i] & 128 ? -scale : scale;
+        out[i] = scale * 0x1p120f * (factor * 0.5f);
+    }
+}
+
+/* 64 numbers: 32 in the low 4 bits of 32 bytes, then 32 in the high ones. */
+INLINE void part_nvfp4(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {
+    for (int i = 0; i < 4; i++) {
+        Table table = scaled_table(FP4_DOUBLED, all(scales[4 * part + i]));
+        bytes16 both = load_bytes(at + 12 + 32 * part + i % 2 * 16);
+        put_chosen(to, c + 16 * i, table, both, i / 2 * 4);
+    }
+}
+
 INLINE void scales_f8_e4m3(const uint8_t *at, float *out) { memcpy(out, at + 128, 4); }
 
 INLINE void part_f8_e4m3(const uint8_t *at, int part, const float *scales, int64_t c, Sink *to) {

@@ -27,7 +27,7 @@ enum { COUNT = sizeof MAKES / sizeof *MAKES };
 const Kernels *kernels = &kernels_plain;
 
 /* The version of this interface (`library.py`). */
-EXPORT int triforce_version(void) { return 13; }
+EXPORT int triforce_version(void) { return 14; }
 
 /* Sizes of structures, for a check against those of `structures.py`. */
 EXPORT int triforce_size_of_weight(void) { return sizeof(Weight); }

@@ -90,6 +90,7 @@ LONG_BLOCKS(INT4_128, scales_int4, part_int4, 64, 128, 68)
 LONG_BLOCKS(INT8_32, scales_int4, part_int8, 32, 32, 36)
 LONG_BLOCKS(INT8_64, scales_int4, part_int8, 32, 64, 68)
 LONG_BLOCKS(INT8_128, scales_int4, part_int8, 32, 128, 132)
+LONG_BLOCKS(NVFP4, scales_nvfp4, part_nvfp4, 64, 128, 76)
 LONG_BLOCKS(IQ3_XXS, scales_iq3_xxs, part_iq3_xxs, 32, 256, 98)
 LONG_BLOCKS(IQ3_S, scales_iq3_s, part_iq3_s, 32, 256, 110)
 LONG_BLOCKS(IQ2_XXS, scales_iq2_xxs, part_iq2_xxs, 32, 256, 66)
@@ -115,7 +116,7 @@ ROWS_OF(INT3) {
     X(F32) X(F16) X(BF16) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) \
     X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4) X(F8_E4M3) X(F8_HIGH) X(Q5_K_HIGH) \
     X(Q6_K_HIGH) X(INT4_32) X(INT4_64) X(INT4_128) \
-    X(INT8_32) X(INT8_64) X(INT8_128) X(IQ3_XXS) \
+    X(INT8_32) X(INT8_64) X(INT8_128) X(NVFP4) X(IQ3_XXS) \
     X(IQ3_S) X(IQ2_XXS) X(IQ2_XS) X(IQ2_S) X(HIGH_BF16) X(INT4) X(INT3)
 
 /* Decodes a part of a row of a weight to memory: as above, or up to the last column. */

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3
+from triforce_kernels.weights.block_types import BLOCK_TYPES, F8_E4M3, NVFP4
 from triforce_offload.checkpoint.quantised.tensor import check_dtype
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
@@ -154,6 +155,86 @@ class MXFP4:
         made[..., 0] = exponents
         made[..., 1:] = numbers[..., : size // 2] | numbers[..., size // 2 :] << 4
         into.copy_(made.flatten(1).view(into.shape))
+
+
+@dataclass(frozen=True)
+class NVFP4Matrix:
+    """Numbers of 4 bits, those of a pair in one byte, with a scale in F8_E4M3 for each 16 of them,
+    and a factor for all: compressed-tensors divides by it, ModelOpt multiplies.
+
+    name: name of the packed numbers
+    scaled, factor: names of the others
+    divides: whether scales are divided by the factor
+    """
+
+    kind: ClassVar[BlockType] = NVFP4
+
+    name: str
+    scaled: str
+    factor: str
+    divides: bool
+    held: tuple[str, ...]
+
+    @classmethod
+    def of(cls, name: str, stored: Mapping[str, Stored]) -> NVFP4Matrix:
+        """Return the matrix whose packed numbers have this name."""
+        divides = name.endswith("_packed")
+        base = name.removesuffix("_packed")
+        factor = base + ("_global_scale" if divides else "_scale_2")
+        prefix = base.removesuffix("weight")
+        unused = ("input_scale", "input_global_scale", "weight_shape")
+        held = tuple(prefix + part for part in unused if prefix + part in stored)
+        return cls(name, base + _OTHER_SUFFIX, factor, divides, held)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.name, self.scaled, self.factor, *self.held
+
+    def shape(self, stored: Mapping[str, Stored], path: Path) -> tuple[int, ...]:
+        """QuantisedTensor.shape."""
+        packed, scales, factor = (stored.get(part) for part in self.parts[:3])
+        shape = packed.shape[0], packed.shape[1] * 2
+        if scales is None or scales.shape != (shape[0], shape[1] // 16):
+            raise CheckpointError(f"{path}: {self.scaled} is missing or does not fit {self.name}")
+        if factor is None or prod(factor.shape) != 1:
+            raise CheckpointError(f"{path}: {self.factor} is missing or not one number")
+        if shape[1] % self.kind.elements:
+            raise UnsupportedModelError(
+                f"{path}: rows of {self.name} have {shape[1]} numbers; supported are multiples of "
+                f"{self.kind.elements}"
+            )
+        check_dtype(self.scaled, stored, path, ("F8_E4M3",))
+        check_dtype(self.factor, stored, path, ("F32",))
+        return shape
+
+    def read_blocks(self, read: Read, into: torch.Tensor, corner: Corner) -> None:
+        """QuantisedTensor.read_blocks."""
+        import torch
+
+        size, count = self.kind.elements, into.shape[-1] // self.kind.nbytes
+        rows = into.numel() // into.shape[-1]
+        factor = torch.empty(1)
+        read(self.factor, factor, Corner())
+        scales = torch.empty(rows, count * size // 16, dtype=torch.float8_e4m3fn)
+        read(self.scaled, scales, Corner(corner.row, corner.column // 16))
+        pairs = torch.empty(rows, count * size // 2, dtype=torch.uint8)
+        read(self.name, pairs, Corner(corner.row, corner.column // 2))
+        numbers = torch.stack((pairs & 15, pairs >> 4), -1).view(rows, count, 2, 2, 32)
+        made = torch.empty(rows, count, self.kind.nbytes, dtype=torch.uint8)
+        made[..., :4] = (1 / factor if self.divides else factor).view(torch.uint8)
+        made[..., 4:12] = scales.view(torch.uint8).view(rows, count, 8)
+        made[..., 12:] = (numbers[..., 0, :] | numbers[..., 1, :] << 4).flatten(2)
+        into.copy_(made.flatten(1).view(into.shape))
+
+
+def nvfp4_matrices(stored: Mapping[str, Stored]) -> dict[str, NVFP4Matrix]:
+    """Return the matrices of a checkpoint in NVFP4, by the names of unquantised ones."""
+    found = {}
+    for name, each in stored.items():
+        base = name.removesuffix("_packed")
+        if each.dtype == "U8" and len(each.shape) == 2 and base + _OTHER_SUFFIX in stored:
+            found[base] = NVFP4Matrix.of(name, stored)
+    return found
 
 
 def float_tensors(stored: Mapping[str, Stored]) -> dict[str, FP8 | MXFP4]:

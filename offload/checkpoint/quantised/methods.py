@@ -24,6 +24,7 @@ class Method(Enum):
 
     FP8 = "FP8"
     MXFP4 = "MXFP4"
+    NVFP4 = "NVFP4"
     AWQ = "AWQ"
     GPTQ = "GPTQ"
     GPTQ_V2 = "GPTQ v2"
@@ -54,8 +55,8 @@ def quantisation(described: Any) -> Quantisation | None:
         case "fp8" | "fbgemm_fp8":
             return _fp8(config)
         case "modelopt":
-            _only(config, "quant_algo", ("FP8",))
-            return Quantisation(Method.FP8)
+            _only(config, "quant_algo", ("FP8", "NVFP4"))
+            return Quantisation(Method[config["quant_algo"]])
         case "mxfp4":
             return Quantisation(Method.MXFP4)
         case "awq":
@@ -146,8 +147,12 @@ def _scheme(group: Mapping[str, Any], stored: Any) -> Quantisation:
     bits = weights.get("num_bits")
     _only(weights, "type", ("int", "float"))
     if weights["type"] == "float":
+        if bits == 4 and weights.get("strategy") == "tensor_group":
+            _only(form, "format", ("nvfp4-pack-quantized", None))
+            _only(weights, "group_size", (16,))
+            return Quantisation(Method.NVFP4)
         if bits != 8:
-            raise _unsupported(f"compressed-tensors with floats of {bits} bits (NVFP4, MXFP4)")
+            raise _unsupported(f"compressed-tensors with floats of {bits} bits, as in MXFP4,")
         _only(form, "format", ("float-quantized", "naive-quantized", None))
         _only(weights, "strategy", ("tensor", "channel", "block"))
         if weights["strategy"] == "block":

@@ -286,11 +286,11 @@ def test_bits_and_groups_are_those_of_the_config(way: str) -> None:
         ("w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24"),
         ("w4a16", {"config_groups": {}}, "a checkpoint with 0 formats of weights"),
         ("gptq", {"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported"),
-        ("gptq", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+        ("gptq", {"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo 'W4A8'"),
         ("w4a16", {"actorder": "group"}, "actorder 'group' is not supported"),
         ("w4a16", {"num_bits": 3}, "num_bits 3 is not supported"),
         ("w4a16", {"strategy": "tensor"}, "strategy 'tensor' is not supported"),
-        ("w4a16", {"type": "float"}, "floats of 4 bits .NVFP4, MXFP4. is not supported"),
+        ("w4a16", {"type": "float"}, "floats of 4 bits, as in MXFP4, is not supported"),
         ("w4a16", {"group_size": 16}, "a scale for each 16 numbers, no multiple of 32, is not"),
     ],
 )

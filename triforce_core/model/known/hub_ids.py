@@ -76,6 +76,7 @@ _QUANTISED = (
     (rf"[-.]({_INTEGERS})$", "INT4"),
     (r"[-.]((gptq-)?int8|(quantized[.])?w8a16)$", "INT8"),
     (r"-fp8([-_]dynamic|-block)?$", "FP8"),
+    (r"-nvfp4$", "NVFP4"),
 )
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (

@@ -25,14 +25,14 @@ from triforce_kernels.weights.block_types import ALL_TYPES, INTEGERS, BlockType
 from triforce_offload.checkpoint.quantised.methods import Method, Quantisation
 from triforce_offload.errors import UsageError
 
-FP8, MXFP4 = "FP8", "MXFP4"
+FP8, MXFP4, NVFP4 = "FP8", "MXFP4", "NVFP4"
 # Integers of AWQ, GPTQ and compressed-tensors, by their bits and how many columns share a scale.
 _INTEGERS = {
     bits: {size: f"INT{bits}" if size == 128 else kind.name for size, kind in kinds.items()}
     for bits, kinds in INTEGERS.items()
 }
 # Mixes of safetensors files.
-OF_SAFETENSORS = (FP8, MXFP4, *_INTEGERS[4].values(), *_INTEGERS[8].values())
+OF_SAFETENSORS = (FP8, MXFP4, NVFP4, *_INTEGERS[4].values(), *_INTEGERS[8].values())
 # Block type of most matrices in each mix.
 _MIXES = {
     "Q2_K": "Q2_K",
@@ -49,6 +49,7 @@ _MIXES = {
     FP8: "F8_E4M3",
     # Of gpt-oss, whose other matrices are in 16 bits.
     MXFP4: "MXFP4",
+    NVFP4: "NVFP4",
     **{
         name: INTEGERS[bits][size].name
         for bits, names in _INTEGERS.items()
@@ -102,7 +103,7 @@ def mix_of(quantised: Quantisation | None) -> str | None:
     """Return the mix of a quantised checkpoint, None if it is not quantised."""
     if quantised is None:
         return None
-    if quantised.method in (Method.FP8, Method.MXFP4):
+    if quantised.method in (Method.FP8, Method.MXFP4, Method.NVFP4):
         return quantised.method.value
     # A row with one scale is in blocks of 128, or of 32 if 128 does not divide it (`_whole`).
     names = _INTEGERS[quantised.bits]
