@@ -242,14 +242,12 @@ def _of_grid(block, table, group, KIND: tl.constexpr):
 def step_of(
     row, table, index, part,
     KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
-    IN_GRIDS: tl.constexpr,
 ):  # fmt: skip
     """Decode the numbers of a step of some rows.
 
     row: addresses [rows] of the rows' first bytes
     table: numbers of IQ2 and IQ3 (`grids`)
     index, part: the block of each row, and which of its steps
-    IN_GRIDS: whether numbers are in the table
 
     Returns two tiles [rows, BYTES] of float32, and the column at which each begins.
     """
@@ -262,7 +260,10 @@ def step_of(
         scale = _half(block)[:, None]
         low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
         high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
-    elif IN_GRIDS:
+    elif (
+        KIND == "IQ3_XXS" or KIND == "IQ3_S"
+        or KIND == "IQ2_XXS" or KIND == "IQ2_XS" or KIND == "IQ2_S"
+    ):  # fmt: skip
         start += part * 64
         low = _of_grid(block, table, 2 * part, KIND)
         high = _of_grid(block, table, 2 * part + 1, KIND)

@@ -30,7 +30,7 @@ _STEPS = 4
 def _decode_kernel(
     data, table, out, row_bytes, steps, width,
     KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
-    IN_GRIDS: tl.constexpr, MANY: tl.constexpr,
+    MANY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = data + index.to(tl.int64) * row_bytes + tl.arange(0, 1)
@@ -38,7 +38,7 @@ def _decode_kernel(
     item = out.dtype.element_ty
     for step in range(tl.program_id(1) * MANY, tl.minimum(tl.program_id(1) * MANY + MANY, steps)):
         low, high, low_start, high_start = step_of(
-            row, table, step // STEPS, step % STEPS, KIND, BLOCK_BYTES, STEPS, BYTES, IN_GRIDS
+            row, table, step // STEPS, step % STEPS, KIND, BLOCK_BYTES, STEPS, BYTES
         )
         tl.store(place + low_start, low.to(item))
         tl.store(place + high_start, high.to(item))
@@ -48,7 +48,7 @@ def _decode_kernel(
 def _matmul_kernel(
     x, order, experts, data, table, out, x_row, row_bytes, rows, columns, steps, places, each,
     KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
-    IN_GRIDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """TOGETHER: steps of a turn of the loop, whose loads do not wait for one another"""
@@ -68,7 +68,7 @@ def _matmul_kernel(
             # Known to the compiler, if a turn has whole blocks.
             part = (step + further) % STEPS if TOGETHER % STEPS else further % STEPS
             low, high, low_start, high_start = step_of(
-                weight, table, index, part, KIND, BLOCK_BYTES, STEPS, BYTES, IN_GRIDS
+                weight, table, index, part, KIND, BLOCK_BYTES, STEPS, BYTES
             )
             low_x = tl.load(left + low_start, mask=real[:, None], other=0.0)
             high_x = tl.load(left + high_start, mask=real[:, None], other=0.0)
@@ -90,7 +90,7 @@ def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Ten
     _decode_kernel[grid](
         data, _table(data, kind), out, row_bytes, blocks * steps, out.shape[1],
         KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size,
-        IN_GRIDS=kind.name in WITH_TABLES, MANY=_STEPS,
+        MANY=_STEPS,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -118,7 +118,6 @@ def _product(
     _matmul_kernel[parts.grid(count)](
         x, *groups, data, _table(data, kind), parts.sums, x.stride(0), row_bytes, x.shape[0],
         columns, steps, parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,
-        IN_GRIDS=kind.name in WITH_TABLES,
         KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=of_block, BYTES=size,
         ROWS=tile, COLUMNS=parts.columns, TOGETHER=together,
         num_warps=4, num_stages=3, enable_fp_fusion=False,

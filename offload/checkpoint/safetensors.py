@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.opened import Stored, TensorsFile
-from triforce_offload.checkpoint.quantised.floats import SCALE_SUFFIX, float_tensors, nvfp4_matrices
-from triforce_offload.checkpoint.quantised.integers import integer_matrices
-from triforce_offload.checkpoint.quantised.methods import Method, Quantisation
-from triforce_offload.checkpoint.quantised.tensor import QuantisedTensor
+from triforce_offload.checkpoint.quantised.floats import SCALE_SUFFIX
+from triforce_offload.checkpoint.quantised.methods import Quantisation
+from triforce_offload.checkpoint.quantised.tensors import quantised_tensors
 from triforce_offload.checkpoint.source import WHOLE, Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -65,11 +64,7 @@ class SafetensorsSource:
             self._stack.close()
             raise
         self._stored = {name: stored for name, (_, stored) in self._tensors.items()}
-        self._quantised: dict[str, QuantisedTensor] = {**float_tensors(self._stored)}
-        if quantised is not None:
-            self._quantised.update(integer_matrices(self._stored, quantised))
-            if quantised.method is Method.NVFP4:
-                self._quantised = {**nvfp4_matrices(self._stored)}
+        self._quantised = quantised_tensors(self._stored, quantised)
 
     @property
     def files(self) -> list[Path]:

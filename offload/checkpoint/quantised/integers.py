@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from triforce_kernels.weights.block_types import INTEGERS
-from triforce_offload.checkpoint.quantised.methods import Method, Quantisation
+from triforce_offload.checkpoint.quantised.methods import LEAST_GROUP, Method, Quantisation
 from triforce_offload.checkpoint.quantised.tensor import check_dtype
 from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from triforce_offload.checkpoint.opened import Stored
     from triforce_offload.checkpoint.quantised.tensor import Read
 
-# Columns of the smallest blocks.
-_LEAST = min(INTEGERS[4])
 # Where AWQ has each of 8 integers.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _SCALES = ("F16", "BF16")
@@ -80,7 +78,7 @@ class Integers(ABC):
     def kind(self) -> BlockType:
         """The longest blocks that have one scale."""
         kinds, group = INTEGERS[self.bits], self.group
-        return next((kind for size, kind in kinds.items() if group % size == 0), kinds[_LEAST])
+        return next((kind for size, kind in kinds.items() if group % size == 0), kinds[LEAST_GROUP])
 
     @property
     def of_word(self) -> int:
@@ -105,7 +103,7 @@ class Integers(ABC):
         if self.group % self.kind.elements:
             raise UnsupportedModelError(
                 f"{path}: {packed} has a scale for each {self.group} numbers; supported are "
-                f"multiples of {_LEAST}"
+                f"multiples of {LEAST_GROUP}"
             )
         check_dtype(scales, stored, path, _SCALES)
         for part in (self.zero, self.order):

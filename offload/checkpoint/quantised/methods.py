@@ -15,7 +15,7 @@ _E4M3 = ("e4m3", "float8_e4m3fn")
 _BITS, _FP8_BLOCKS = (4, 8), [128, 128]
 _WHOLE_ROW = -1
 # Columns of the smallest blocks of integers.
-_LEAST_GROUP = min(INTEGERS[4])
+LEAST_GROUP = min(INTEGERS[4])
 _INSTEAD = "use a bfloat16 checkpoint or a GGUF file instead"
 
 
@@ -98,8 +98,8 @@ def _integers(method: Method, config: Mapping[str, Any]) -> Quantisation:
 def _group(size: Any) -> int:
     """Return a group size. Raises UnsupportedModelError for one that no kernel has."""
     group = size if isinstance(size, int) and size > 0 else _WHOLE_ROW
-    if group > 0 and group % _LEAST_GROUP:
-        raise _unsupported(f"a scale for each {group} numbers, no multiple of {_LEAST_GROUP},")
+    if group > 0 and group % LEAST_GROUP:
+        raise _unsupported(f"a scale for each {group} numbers, no multiple of {LEAST_GROUP},")
     return group
 
 
