@@ -99,7 +99,7 @@ def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Mat
 
     rate = None if link_bandwidth is None else parse_bandwidth(link_bandwidth)
     if torch.cuda.is_available():
-        return _gpu(rate)
+        return measured_gpu(rate)
     if rate is None:
         raise UsageError(
             "this machine has no GPU: name one to plan for with --gpu "
@@ -340,7 +340,12 @@ def _cache_file() -> Path:
     return cache_directory() / "hardware.json"
 
 
-def _gpu(rate: float | None) -> Hardware:
+def measured_gpu(link_bytes_per_second: float | None) -> Hardware:
+    """Return the current GPU at measured rates, which are kept. It is measured if it was not yet.
+
+    link_bytes_per_second: rate of its link in place of the measured one
+    Raises RuntimeError if the GPU has no memory for the measurement.
+    """
     import torch
 
     from triforce_offload.machine.hardware import inspect_machine
@@ -364,11 +369,11 @@ def _gpu(rate: float | None) -> Hardware:
         flops_per_second=rates.flops_per_second,
         integer_ops_per_second=integer_rate(name),
         link=link,
-        link_bytes_per_second=rate or rates.link_bytes_per_second or 0.0,
+        link_bytes_per_second=link_bytes_per_second or rates.link_bytes_per_second or 0.0,
         launch_seconds=rates.launch_seconds,
         disk_bytes_per_second=rates.disk_bytes_per_second,
         link_full=full,
-        other_links=() if rate else rates.other_links,
+        other_links=() if link_bytes_per_second else rates.other_links,
         host_bytes_per_second=rates.host_bytes_per_second,
         processor_bytes_per_second=rates.processor_bytes_per_second,
         host_flops_per_second=rates.host_flops_per_second,

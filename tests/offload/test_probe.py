@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
 
@@ -67,13 +68,29 @@ def test_a_cache_that_cannot_be_written_is_said_once(cache, monkeypatch) -> None
         assert cached("a", lambda: RATES) == RATES
 
 
-def test_the_cpu_reads_a_matrix_once_for_many_rows(monkeypatch) -> None:
-    monkeypatch.setattr(timing, "_WINDOW_SECONDS", 0.002)
+def test_rates_of_the_cpu_follow_from_seconds_and_bytes(monkeypatch) -> None:
+    """On a clock that says how long each measurement takes: products with 1, 2, 8, 24 and 64 rows,
+    attention of few and of many queries, small operations, decoding.
+    """
+    taken = iter([0.004, 0.004, 0.005, 0.01, 0.016, 0.02, 0.08, 0.006, 0.001])
+
+    def seconds_of(run: Callable[[], object]) -> float:
+        run()
+        return next(taken)
+
+    monkeypatch.setattr(probe, "seconds_of", seconds_of)
     monkeypatch.setattr(probe, "_MATRIX_BYTES", 8 << 20)
     rates = measure_cpu([(256, 128), (128, 256)])
-    each = dict(rates.product_seconds_per_byte)
-    assert sorted(each) == list(each) == list(probe._ROWS)
-    assert each[64] < 64 * each[1]
+    nbytes = 8 << 20
+    assert rates.product_seconds_per_byte == tuple(
+        (rows, seconds / nbytes)
+        for rows, seconds in zip(probe._ROWS, (0.004, 0.004, 0.005, 0.01, 0.016), strict=True)
+    )
+    assert rates.memory_bytes_per_second == pytest.approx(nbytes / 0.004)
+    # 64 rows multiply each number of 4 bytes 64 times, with a sum each.
+    assert rates.flops_per_second == pytest.approx(2 * 64 * nbytes / 4 / 0.016)
+    assert rates.launch_seconds == pytest.approx(0.006 / 600)
+    assert rates.decode_seconds_per_number == pytest.approx(0.001 / (512 * 1024))
     hardware = emulated(rates, 1e8)
     assert hardware.emulated
     assert hardware.stream_bytes_per_second == 1e8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from functools import cache, partial
 
@@ -18,6 +19,7 @@ from triforce_offload.link.cuda import CudaLink
 from triforce_offload.link.emulated import EmulatedLink
 from triforce_offload.link.link import Link
 from triforce_offload.machine.openmp import limit_busy_waiting
+from triforce_offload.machine.probe import measured_gpu
 from triforce_offload.machine.profiles import Hardware, known
 from triforce_offload.memory.device import device_name
 from triforce_offload.memory.host import CudaDriver, HostMemory
@@ -112,27 +114,36 @@ def describe(
     )
 
 
-def rates(
-    device: torch.device, dtype: torch.dtype, link_bytes_per_second: float | None
-) -> Hardware | None:
-    """Return the rates of a GPU that is known by its name, None of any other device."""
-    if device.type != "cuda":
-        return None
-    return known(device_name(device), dtype.itemsize, link_bytes_per_second)
+def rates(device: torch.device, dtype: torch.dtype, link: Link, ranks: Ranks) -> Hardware | None:
+    """Return the rates of the GPU with the slowest link of all ranks: those of its name, or else
+    measured ones, which takes some seconds once and is kept. Return None of a CPU, of a GPU that
+    cannot be measured, or if this is not the first rank, which alone needs them. All GPUs should be
+    of the same kind.
 
-
-def agreed_rates(hardware: Hardware | None, ranks: Ranks) -> Hardware | None:
-    """Return this GPU's rates with the slowest link of all ranks, None if the GPU of any rank is
-    unknown. All GPUs should be of the same kind. Raises RankError.
-
-    hardware: this GPU's rates, None if unknown
+    Raises RankError.
     """
-    if ranks.count == 1:
-        return hardware
-    rate = ranks.least(0 if hardware is None else int(hardware.link_bytes_per_second))
-    if not rate:
+    if device.type != "cuda" or backend(device) != TRITON:
         return None
-    return replace(hardware, gpus=ranks.count, link_bytes_per_second=float(rate))
+    slowest = float(ranks.least(int(link.bandwidth or 0))) or None
+    if ranks.index:
+        return None
+    hardware = known(device_name(device), dtype.itemsize, slowest) or _measured(device, slowest)
+    return hardware and replace(hardware, gpus=ranks.count)
+
+
+def _measured(device: torch.device, link_bytes_per_second: float | None) -> Hardware | None:
+    try:
+        with torch.cuda.device(device):
+            return measured_gpu(link_bytes_per_second)
+    except RuntimeError as error:
+        warnings.warn(
+            f"cannot measure {device_name(device)}, so the plan is not the fastest: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    finally:
+        torch.cuda.empty_cache()
 
 
 def check_processor() -> None:

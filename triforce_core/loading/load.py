@@ -14,7 +14,6 @@ import torch
 from triforce_core.decoding.contexts.models import Models
 from triforce_core.loading.devices import (
     TORCH_DTYPES,
-    agreed_rates,
     describe,
     open_link,
     rank_device,
@@ -119,6 +118,7 @@ def _load(
         link, host = open_link(machine, device)
         stack.callback(lambda: link.close())
         ranks.meet(device, own_device=own_device)
+        hardware = None if config.placement else rates(device, dtype, link, ranks)
         room, limit = _room(checkpoint, config, device, ranks, share, own_device=own_device)
         sizes = ModelSizes(
             *(checkpoint.config, dtype, max_context, config.method, config.block_tokens),
@@ -133,7 +133,6 @@ def _load(
 
         memory = DeviceMemory(device, limit, asked(drafter).stored_bytes)
         stack.callback(memory.close)
-        hardware = agreed_rates(rates(device, dtype, link.bandwidth), ranks)
 
         def resolved(drafter: ReadableDrafter | None, peers: Peers) -> Resolved:
             available = replace(room, device_bytes=memory.available_bytes)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from triforce_core.loading.devices import agreed_rates
+from triforce_core.loading import devices
 from triforce_core.model.known.shapes import read_model, read_shape
 from triforce_core.model.sharing.share import Share, mlp_unit
 from triforce_core.plan import by_time
@@ -25,6 +28,7 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import EngineConfig
+from triforce_kernels.dispatch import TRITON
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.machine.processor import ProcessorRates
 from triforce_offload.machine.profiles import Hardware, known, named
@@ -242,21 +246,41 @@ def on_ranks(
         return list(threads.map(rank, range(len(rooms))))
 
 
-@pytest.mark.parametrize("rates", [(25e9, 12e9), (None, 12e9), (25e9, None)])
-def test_the_slowest_link_counts_if_all_cards_are_known(rates: tuple[float | None, ...]) -> None:
-    cards = [rate and replace(named("rtx4090"), link_bytes_per_second=rate) for rate in rates]
-    meeting = _Meeting(2)
+def rates_of_ranks(
+    name: str, links: tuple[float, ...], measure: Callable[[float], Hardware], monkeypatch
+) -> list[Hardware | None]:
+    """Return what `rates` gives each rank on cards of a name whose links have these rates."""
+    monkeypatch.setattr(devices, "device_name", lambda device: name)
+    monkeypatch.setattr(devices, "backend", lambda device: TRITON)
+    monkeypatch.setattr(devices, "measured_gpu", measure)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    meeting, card = _Meeting(len(links)), torch.device("cuda", 0)
 
-    def agreed(index: int) -> Hardware | None:
-        peer = _Peer(meeting, index)
-        return agreed_rates(cards[index], SimpleNamespace(count=2, least=peer.least))
+    def found(index: int) -> Hardware | None:
+        ranks = SimpleNamespace(count=len(links), index=index, least=_Peer(meeting, index).least)
+        return devices.rates(card, torch.bfloat16, SimpleNamespace(bandwidth=links[index]), ranks)
 
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(agreed, range(2)))
-    if None in rates:
-        assert found == [None, None]
-    else:
-        assert found == [replace(named("rtx4090"), gpus=2, link_bytes_per_second=12e9)] * 2
+    with ThreadPoolExecutor(len(links)) as threads:
+        return list(threads.map(found, range(len(links))))
+
+
+def test_the_first_rank_knows_the_card_and_the_slowest_link(monkeypatch) -> None:
+    found = rates_of_ranks("NVIDIA GeForce RTX 4090", (25e9, 12e9), Mock(), monkeypatch)
+    assert found == [replace(named("rtx4090"), gpus=2, link_bytes_per_second=12e9), None]
+
+
+def test_a_card_that_is_not_in_the_table_is_measured(monkeypatch) -> None:
+    card = replace(named("rtx4090"), name="a new card")
+    measure = Mock(side_effect=lambda rate: replace(card, link_bytes_per_second=rate))
+    found = rates_of_ranks("a new card", (12e9, 25e9), measure, monkeypatch)
+    assert found == [replace(card, gpus=2, link_bytes_per_second=12e9), None]
+    measure.assert_called_once_with(12e9)
+
+
+def test_a_card_that_cannot_be_measured_has_no_rates(monkeypatch) -> None:
+    measure = Mock(side_effect=RuntimeError("out of memory"))
+    with pytest.warns(RuntimeWarning, match="cannot measure a full card.*: out of memory"):
+        assert rates_of_ranks("a full card", (25e9,), measure, monkeypatch) == [None]
 
 
 def room(less: int = 0) -> Room:
