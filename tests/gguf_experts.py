@@ -94,6 +94,8 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
+        if config.moe_latent_size:
+            writer.add_moe_latent_size(config.moe_latent_size)
     if config.model_type in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         _describe_latent(writer, config)
     if config.model_type == "glm4_moe":

@@ -319,6 +319,10 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "granite4-h": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0, "mamba_n_groups": 1}),
     "granite4-h-moe": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 6}),
     "nemotron_h-moe": ("NemotronH", NEMOTRON),
+    "nemotron_h-latent-moe": (
+        "NemotronH",
+        NEMOTRON | {"moe_latent_size": 48, "moe_intermediate_size": 96},
+    ),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-moe": (
         "Lfm2Moe",

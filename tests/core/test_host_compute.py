@@ -35,7 +35,7 @@ OPTIONS = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "draft": 
 @pytest.mark.first
 @pytest.mark.parametrize(
     "family",
-    ["llama", "gemma3", "qwen3_5", "lfm2-moe", "qwen3_moe", "gpt-oss-moe", "nemotron_h-moe"],
+    ["llama", "gemma3", "qwen3_5", "lfm2-moe", "qwen3_moe", "gpt-oss-moe", "nemotron_h-latent-moe"],
 )
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_the_text_is_the_same_at_every_share(tiny, family: str, stochastic: bool) -> None:
@@ -61,7 +61,7 @@ def test_the_text_is_the_same_at_every_share(tiny, family: str, stochastic: bool
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "qwen3_5", "lfm2", "nemotron_h-moe", "gpt-oss-moe"]
+    "family", ["llama", "gemma3", "qwen3_5", "lfm2", "nemotron_h-latent-moe", "gpt-oss-moe"]
 )
 def test_layers_in_half_precision_are_computed_in_float32(tiny, monkeypatch, family: str) -> None:
     """By compiled kernels. What comes back is in the dtype of the device, and nearer to what a

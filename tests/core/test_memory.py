@@ -51,6 +51,7 @@ METHODS = [
     # Models whose layers have different heads, or a state, do not draft.
     *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "retrieval")),
     *product(("granite4-h", "nemotron_h-moe"), ("autoregressive", "ngram", "retrieval")),
+    *product(("nemotron_h-latent-moe",), ("autoregressive", "ngram", "retrieval")),
     *product(("glm4_lite-moe",), ("autoregressive", "ngram", "model", "retrieval")),
     *product(("deepseek_v3-moe",), ("autoregressive", "retrieval")),
     ("qwen3_5", "mtp"),

@@ -44,7 +44,7 @@ FAMILIES = [
     *("llama-mqa", "llama-tied", "qwen2", "qwen3", "yarn-rope"),
     *("olmo2", "granite", "glm4", "smollm3", "ministral3", "phi3-longrope"),
     *("smollm3-windows", "gemma3", "gpt-oss-moe", "olmoe", "qwen3_5", "lfm2"),
-    *("granite4-h-moe", "nemotron_h-moe", "lfm2-moe"),
+    *("granite4-h-moe", "nemotron_h-latent-moe", "lfm2-moe"),
 ]
 
 

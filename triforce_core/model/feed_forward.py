@@ -34,6 +34,7 @@ class Described:
         shown = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
+            if field.repr
             if field.name not in self._NEWER or getattr(self, field.name) != field.default
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
@@ -150,8 +151,8 @@ class Router:
     linear_bias: bool = False
 
 
-@dataclass(frozen=True)
-class Experts:
+@dataclass(frozen=True, repr=False)
+class Experts(Described):
     """A mixture of experts (Shazeer et al., 2017): of `count` MLPs, a router chooses `active` for
     each token, whose outputs are summed with its weights.
 
@@ -164,7 +165,12 @@ class Experts:
     gated_shared: whether its output is multiplied by the sigmoid of a gate
     biases: whether the projections of experts have biases
     output_bias: whether down projections have theirs; of several ranks, only one has it
+    latent: length of the vectors that experts take and return, which "latent_down" makes of hidden
+        states and "latent_up" makes hidden states of (LatentMoE, Nemotron 3, 2025); 0 if these are
+        hidden states
     """
+
+    _NEWER = frozenset({"latent"})
 
     count: int
     active: int
@@ -175,6 +181,7 @@ class Experts:
     activation: Activation = Activation.SILU
     biases: bool = False
     output_bias: bool = field(default=True, repr=False)
+    latent: int = 0
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of experts or groups are impossible."""
@@ -197,15 +204,20 @@ class Experts:
         shapes: Shapes = {"router": (self.count, hidden)}
         if self.router.biased:
             shapes["router_bias"] = (self.count,)
-        shapes["experts_gate_up"] = (self.count * self.rows, hidden)
-        shapes["experts_down"] = (self.count * hidden, self.width)
+        inner = self.inner(hidden)
+        if self.latent:
+            shapes["latent_down"] = (inner, hidden)
+        shapes["experts_gate_up"] = (self.count * self.rows, inner)
+        shapes["experts_down"] = (self.count * inner, self.width)
+        if self.latent:
+            shapes["latent_up"] = (hidden, inner)
         if self.router.linear_bias:
             shapes["router_linear_bias"] = (self.count,)
         if self.biases:
             shapes["experts_gate_bias"] = (self.count, self.width)
             shapes["experts_up_bias"] = (self.count, self.width)
         if self.biases and self.output_bias:
-            shapes["experts_down_bias"] = (self.count, hidden)
+            shapes["experts_down_bias"] = (self.count, inner)
         if self.shared:
             shapes |= DenseMLP(self.shared, self.activation).shapes(hidden)
         if self.gated_shared:
@@ -214,10 +226,15 @@ class Experts:
 
     def products(self, hidden: int) -> Shapes:
         """DenseMLP.products, in which the tensors of the experts stand for one expert's."""
+        inner = self.inner(hidden)
         return self.shapes(hidden) | {
-            "experts_gate_up": (self.rows, hidden),
-            "experts_down": (hidden, self.width),
+            "experts_gate_up": (self.rows, inner),
+            "experts_down": (inner, self.width),
         }
+
+    def inner(self, hidden: int) -> int:
+        """Return the length of the vectors that experts take. hidden: width of the model"""
+        return self.latent or hidden
 
     @property
     def rows(self) -> int:
@@ -240,7 +257,7 @@ class Experts:
         return self.count * (1 - (1 - self.active / self.count) ** rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExpertsBeside(Experts):
     """Experts beside a dense MLP of `shared` columns (Gemma 4): both have a norm of their own after
     them, and the experts one before. The router has a norm too, whose weights are "router_scale",

@@ -88,7 +88,10 @@ class ExpertsMLP:
         if spec.router.linear_bias:
             products += w["router_linear_bias"]
         chosen, weights = choose(products, w.get("router_bias"), self._choice)
-        out = self._experts(w, normed, chosen, weights)
+        x = linear(normed, w["latent_down"]) if spec.latent else normed
+        out = self._experts(w, x, chosen, weights)
+        if spec.latent:
+            out = linear(out, w["latent_up"])
         if spec.shared:
             shared = self._shared(w, normed)
             if spec.gated_shared:
@@ -99,7 +102,9 @@ class ExpertsMLP:
     def _experts(
         self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sums of each row's experts, [rows, hidden]; this rank's summand."""
+        """Return the weighted sums of each row's experts, as long as rows of x [rows, inner]; this
+        rank's summand.
+        """
         if w.note is not None:
             w.note(chosen)
         inputs.note(x, w["experts_gate_up"])

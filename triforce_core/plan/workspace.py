@@ -113,28 +113,30 @@ def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int, by_host: bool)
         return 0
     if not isinstance(mlp, Experts):
         return tokens * (hidden * 2 + mlp.width * 3) * itemsize
-    widest = max(mlp.width, mlp.shared)
+    widest, inner = max(mlp.width, mlp.shared), mlp.inner(hidden)
+    # Results of experts and, if they are shorter than hidden states, their input and their sum.
+    results = inner * (mlp.active + (2 if mlp.latent else 0))
     if by_host:
-        each = (hidden * (3 + mlp.active) + widest * 3) * itemsize + mlp.count * 4 * 3
+        each = (hidden * 3 + results + widest * 3) * itemsize + mlp.count * 4 * 3
         if itemsize < 4:
-            each += hidden * (2 + mlp.active) * 4
+            each += (hidden * 2 + results) * 4
     else:
-        each = (hidden * (4 + mlp.active) + widest * 3) * itemsize
+        each = (hidden * 4 + results + widest * 3) * itemsize
         each += hidden * 4 * 4 + mlp.count * 4 * 6
     if isinstance(mlp, ExpertsBeside):
         # The router's input, and norms of both parts.
         each += hidden * (4 * 3 + itemsize * 2)
     each += mlp.active * 48
     few = min(tokens, FEW_ROWS)
-    return max(tokens * each, few * each + _tiles_bytes(mlp, hidden, few, itemsize))
+    return max(tokens * each, few * each + _tiles_bytes(mlp, inner, few, itemsize))
 
 
-def _tiles_bytes(mlp: Experts, hidden: int, few: int, itemsize: int) -> int:
+def _tiles_bytes(mlp: Experts, inner: int, few: int, itemsize: int) -> int:
     """Return the additional bytes of products of few rows, by tiles that have places without rows.
     More rows are multiplied by one expert after another.
     """
     places = EXPERT_TILE * most_expert_tiles(few, mlp.active, mlp.count)
-    return places * ((hidden + 3 * mlp.width) * itemsize + 2 * 8)
+    return places * ((inner + 3 * mlp.width) * itemsize + 2 * 8)
 
 
 def _attention_bytes(

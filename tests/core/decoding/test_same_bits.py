@@ -114,7 +114,7 @@ def test_wherever_weights_and_kv_are_and_in_every_lossless_format(models, family
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "qwen3_5", "lfm2", "olmoe", "nemotron_h-moe"]
+    "family", ["llama", "gemma3", "qwen3_5", "lfm2", "olmoe", "nemotron_h-latent-moe"]
 )
 def test_beside_other_sequences_and_after_cuts(models, family: str) -> None:
     """Three sequences of different lengths in each pass; one is cut and goes on with the same."""

@@ -47,7 +47,7 @@ def test_shards_with_an_index(tmp_path) -> None:
     [
         *("llama", "llama-bias", "llama-tied", "qwen2", "qwen3", "seed-oss", "olmo2", "exaone4"),
         *("granite", "glm4", "phi3", "phi3-partial", "ernie4_5", "qwen3_5", "lfm2", "lfm2-bias"),
-        *("granite4-h", "granite4-h-moe", "nemotron_h-moe", "lfm2-moe"),
+        *("granite4-h", "granite4-h-moe", "nemotron_h-moe", "nemotron_h-latent-moe", "lfm2-moe"),
         *("deepseek_v2-moe", "deepseek_v3-moe", "glm4_lite-moe"),
     ],
 )
@@ -89,7 +89,8 @@ def test_gguf_of_nemotron_with_a_head_that_only_drafts(tiny, tmp_path) -> None:
         ("nemotron_h-moe", "feed_forward_length", [[0]], "feed_forward_length must"),
         ("nemotron_h-moe", "nextn_predict_layers", "x", "nextn_predict_layers"),
         ("nemotron_h-moe", "attention.head_count_kv", [0, 0], "attention.head_count_kv"),
-        ("nemotron_h-moe", "moe_latent_size", 8, "moe_latent_size"),
+        ("nemotron_h-latent-moe", "moe_latent_size", "x", "moe_latent_size"),
+        ("nemotron_h-latent-moe", "moe_latent_size", 8, "ffn_latent_down"),
         ("lfm2-moe", "expert_gating_func", 1, "expert_gating_func 1 is not supported"),
         ("lfm2-moe", "shortconv.l_cache", 1, "conv_L_cache must be a number from 2 on"),
     ],

@@ -23,7 +23,7 @@ PLACED = {
     "pools": replace(WEIGHTS, expert_layers=(0, 1, 2), processor_layers=(0, 1, 2), expert_slots=2),
 }
 DENSE = ("llama", "olmo2", "gemma3", "qwen3_5", "granite4-h")
-SPARSE = ("qwen3_moe", "gpt-oss-moe", "gemma4-moe", "glm4_lite-moe", "nemotron_h-moe")
+SPARSE = ("qwen3_moe", "gpt-oss-moe", "gemma4-moe", "glm4_lite-moe", "nemotron_h-latent-moe")
 CASES = [
     *((family, placed) for family in (*DENSE, *SPARSE) for placed in ("layers", "layers and KV")),
     *((family, placed) for family in SPARSE for placed in ("experts", "pools")),

@@ -159,7 +159,7 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
         *product(("qwen2_moe", "mixtral"), (2, 3)),
         *product(("olmo2", "olmo3"), (2, 4)),
         *product(("qwen3_5", "lfm2", "lfm2-moe"), (2, 3)),
-        *product(("granite4-h", "granite4-h-moe", "nemotron_h-moe"), (2,)),
+        *product(("granite4-h", "granite4-h-moe", "nemotron_h-latent-moe"), (2,)),
         *product(("gemma4-moe", "gpt-oss-moe", "deepseek_v2-moe", "glm4_lite-moe"), (2, 3)),
     ],
 )

@@ -169,6 +169,7 @@ def _nemotron_experts(fields: Fields) -> Experts:
         sigmoid_router(fields),
         fields.whole("moe_shared_expert_intermediate_size"),
         activation=Activation.RELU2,
+        latent=fields.whole("moe_latent_size", 0, least=0),
     )
 
 
@@ -201,7 +202,6 @@ _NEMOTRON = {
     "moe_shared_expert_intermediate_size": 7688,
 }
 _NEMOTRON_ONLY = {
-    "moe_latent_size": None,
     "mamba_proj_bias": False,
     "attention_bias": False,
     "mamba_hidden_act": "silu",

@@ -130,7 +130,10 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
     if experts:
         of_one = [(name + _OF_EXPERTS, count) for name, count in _gate_up(mlp, mlp.width)]
         rows["experts_gate_up"] = of_one * mlp.count
-        rows["experts_down"] = [("down" + _OF_EXPERTS, hidden)] * mlp.count
+        rows["experts_down"] = [("down" + _OF_EXPERTS, mlp.inner(hidden))] * mlp.count
+        rows |= {
+            part: [(part, shapes[part][0])] for part in ("latent_down", "latent_up") if mlp.latent
+        }
     return rows
 
 

@@ -48,6 +48,8 @@ class ExpertNames:
     alternating: bool = False
     router_scale: str = "router.scale"
     expert_scale: str = "router.per_expert_scale"
+    latent_down: str = "mixer.fc1_latent_proj.weight"
+    latent_up: str = "mixer.fc2_latent_proj.weight"
 
     def as_held(self, held: Collection[str], layer: str, layers: int) -> ExpertNames:
         """Return the names that files with tensors of these names have.
@@ -131,6 +133,8 @@ GGUF_EXPERTS = ExpertNames(
     stacked=("ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
     router_scale="ffn_gate_inp.scale",
     expert_scale="ffn_down_exps.scale",
+    latent_down="ffn_latent_down.weight",
+    latent_up="ffn_latent_up.weight",
     gate_up_bias=("ffn_gate_exps.bias", "ffn_up_exps.bias"),
     down_bias="ffn_down_exps.bias",
     router_linear_bias="ffn_gate_inp.bias",
@@ -144,7 +148,7 @@ GGUF_GEMMA4 = replace(
 
 def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, list[Piece]]:
     """Return the pieces of the checkpoint that make up each tensor of a mixture of experts."""
-    width, experts = mlp.width, range(mlp.count)
+    width, experts, inner = mlp.width, range(mlp.count), mlp.inner(hidden)
     count = mlp.activation.projections
     stored, shared = names.gate_up[-count:], names.shared_gate_up[-count:]
     # Rows of an expert in a tensor that has all of them.
@@ -162,12 +166,14 @@ def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, li
         name, both = names.gate_up_bias[0], 2 * width
         changes = even_columns, odd_columns
         biases = [Piece(name, mlp.count, change=each, columns=both) for each in changes]
-    down = [_of_expert(names.down, e, hidden, Piece(names.down, hidden)) for e in experts]
+    down = [_of_expert(names.down, e, inner, Piece(names.down, inner)) for e in experts]
     return {
         "router": [Piece(names.router, mlp.count)],
         "router_bias": [Piece(names.bias, mlp.count)],
         "experts_gate_up": gate_up,
         "experts_down": down,
+        "latent_down": [Piece(names.latent_down, inner)],
+        "latent_up": [Piece(names.latent_up, hidden)],
         "gate_up": pieces_of(shared, (mlp.shared,) * count, (None,) * count),
         "down": [Piece(names.shared_down, hidden)],
         "shared_gate": [Piece(names.shared_gate, 1)],
