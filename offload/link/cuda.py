@@ -15,7 +15,7 @@ import torch
 from triforce_offload.errors import LinkError
 from triforce_offload.link.link import LinkCounters
 from triforce_offload.link.waiting import Patience, patience
-from triforce_offload.memory.host import PIECE_BYTES, HostMemory
+from triforce_offload.memory.host import HostMemory
 
 _PROBE_BYTES = 128 << 20
 _PROBE_REPEATS = 3
@@ -105,7 +105,7 @@ class CudaLink:
         after: Sequence[_Copy | torch.cuda.Event],
         what: Hashable = None,
     ) -> _Copy:
-        copy = self._copy(self._in, device, host, after, direct=self._memory.is_direct(host))
+        copy = self._copy(self._in, device, host, after, host)
         with self._lock:
             self._bytes_to_device += host.numel()
             self._running.append(copy)
@@ -119,7 +119,7 @@ class CudaLink:
         after: Sequence[_Copy | torch.cuda.Event],
         what: Hashable = None,
     ) -> _Copy:
-        copy = self._copy(self._out, host, device, after, direct=self._memory.is_direct(host))
+        copy = self._copy(self._out, host, device, after, host)
         with self._lock:
             self._bytes_to_host += host.numel()
         return copy
@@ -176,20 +176,17 @@ class CudaLink:
         target: torch.Tensor,
         source: torch.Tensor,
         after: Sequence[_Copy | torch.cuda.Event],
-        *,
-        direct: bool,
+        host: torch.Tensor,
     ) -> _Copy:
+        """host: the one of `target` and `source` that is in host memory"""
+        direct, sizes = self._memory.is_direct(host), self._memory.copies(host)
         copy = _Copy(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         with torch.cuda.stream(stream):
             for event in after:
                 stream.wait_event(_end(event))
             copy.started.record(stream)
-            if target.numel() <= PIECE_BYTES:
-                target.copy_(source, non_blocking=direct)
-            else:
-                pairs = zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
-                for target_piece, source_piece in pairs:
-                    target_piece.copy_(source_piece, non_blocking=direct)
+            for part, given in zip(target.split(sizes), source.split(sizes), strict=True):
+                part.copy_(given, non_blocking=direct)
             copy.ended.record(stream)
         return copy
 

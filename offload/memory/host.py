@@ -124,9 +124,29 @@ class HostMemory:
         """Return whether the link may copy this memory of an arena without the processor."""
         if self._driver is None:
             return True
-        address = memory.data_ptr()
-        place = bisect_right(self._direct, (address, 1 << 64)) - 1
-        return place >= 0 and address + memory.numel() <= self._direct[place][1]
+        _, end = self._registered(memory)
+        return memory.data_ptr() + memory.numel() <= end
+
+    def copies(self, memory: torch.Tensor) -> list[int]:
+        """Return the sizes of the copies that bring this memory over the link: a copy may not cross
+        from one registered piece to the next.
+        """
+        start, end = self._registered(memory)
+        sizes, left, address = [], memory.numel(), memory.data_ptr()
+        if address + left > end:
+            return [left]
+        while left:
+            size = min(left, PIECE_BYTES - (address - start) % PIECE_BYTES)
+            sizes.append(size)
+            left, address = left - size, address + size
+        return sizes
+
+    def _registered(self, memory: torch.Tensor) -> tuple[int, int]:
+        """Return start and end of the registered memory that has the first byte, or the last such
+        memory before it; zeros if there is none.
+        """
+        place = bisect_right(self._direct, (memory.data_ptr(), 1 << 64)) - 1
+        return self._direct[place] if place >= 0 else (0, 0)
 
     def _register(self, mapping: _Mapping) -> None:
         code = mapping.register(self._driver)

@@ -13,7 +13,8 @@ from simulated_gpu import REAL, TOKENS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.transformer import Model
-from triforce_offload.memory.host import CudaDriver
+from triforce_offload.link.cuda import CudaLink
+from triforce_offload.memory.host import CudaDriver, HostMemory
 from triforce_offload.plan.placement import Placement
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +104,32 @@ def test_experts_are_away_from_the_rest_of_their_layers(
         assert pools["found"] > 0
         crossing += pools["bytes_to_device"]
     assert result.stats["link"]["bytes_to_device"] == crossing
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        replace(PLACEMENTS["weights"], file_layers=(0, 1, 2)),
+        replace(
+            PLACEMENTS["weights"],
+            **{"expert_layers": (0, 1, 2), "processor_layers": (0, 1, 2), "expert_slots": 2},
+        ),
+    ],
+    ids=["layers in files", "pools of experts"],
+)
+def test_memory_is_registered_in_pieces_smaller_than_a_layer(
+    tiny, monkeypatch, placement: Placement
+) -> None:
+    """An expert, and the second layer that is read ahead, begin in the middle of a piece."""
+    path, _ = tiny("qwen2_moe")
+    options = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "draft": "ngram"}
+    with Engine.from_pretrained(path, device="cpu", **options) as engine:
+        expected = engine.generate(random_ids(75), GREEDY).token_ids
+    # The link's probe copies more than such a piece.
+    CudaLink(torch.device("cuda:0"), HostMemory(CudaDriver(torch.device("cuda:0")))).close()
+    monkeypatch.setattr("triforce_offload.memory.host.PIECE_BYTES", 16 << 10)
+    with Engine.from_pretrained(path, device="cuda:0", placement=placement, **options) as engine:
+        assert engine.generate(random_ids(75), GREEDY).token_ids == expected
 
 
 @pytest.mark.first

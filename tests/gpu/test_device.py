@@ -77,7 +77,6 @@ def test_copies_are_cut_where_registered_pieces_end(monkeypatch) -> None:
     memory = HostMemory(CudaDriver(DEVICE))
     link = CudaLink(DEVICE, memory)  # probes with copies larger than such pieces
     monkeypatch.setattr("triforce_offload.memory.host.PIECE_BYTES", piece)
-    monkeypatch.setattr("triforce_offload.link.cuda.PIECE_BYTES", piece)
     source = torch.randint(256, (3 * piece + 4096,), dtype=torch.uint8)
     with memory.arena(source.numel()) as arena:
         assert arena.pinned
@@ -88,6 +87,11 @@ def test_copies_are_cut_where_registered_pieces_end(monkeypatch) -> None:
         arena.bytes.zero_()
         link.wait_on_host(link.to_host(arena.bytes, there, (link.record(),)))
         assert torch.equal(arena.bytes, source)
+        # An expert, or a buffer behind others, begins in the middle of a piece.
+        for begin, end in ((piece - 64, piece + 64), (100, 3 * piece), (piece, piece + 1), (7, 7)):
+            part = torch.zeros(end - begin, dtype=torch.uint8, device=DEVICE)
+            link.wait(link.to_device(part, arena.bytes[begin:end], (link.record(),)))
+            assert torch.equal(part.cpu(), source[begin:end])
     link.close()
 
 

@@ -149,6 +149,22 @@ def test_no_block_crosses_the_edge_of_a_piece(monkeypatch) -> None:
     assert large.take().data_ptr() in driver.registered
 
 
+def test_copies_are_cut_where_pieces_end(monkeypatch) -> None:
+    monkeypatch.setattr(host, "PIECE_BYTES", 1 << 16)
+    memory = HostMemory(FakeDriver())
+    with memory.arena(5 << 15) as arena, memory.arena(1 << 10, pin=False) as pageable:
+        copies = {
+            (0, 5 << 15): [1 << 16, 1 << 16, 1 << 15],
+            (1 << 15, 1 << 17): [1 << 15, 1 << 16],
+            (1 << 16, 3 << 15): [1 << 15],
+            (65_535, 65_537): [1, 1],
+            (3, 3): [],
+        }
+        for (begin, end), sizes in copies.items():
+            assert memory.copies(arena.bytes[begin:end]) == sizes
+        assert memory.copies(pageable.bytes[5:]) == [1019]
+
+
 def test_first_touch_backs_every_page() -> None:
     arena = HostMemory(FakeDriver(), cpus=tuple(os.sched_getaffinity(0))).arena(130 << 20)
     address, size = arena.bytes.data_ptr(), arena.bytes.numel()
