@@ -9,6 +9,7 @@ import shlex
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ class Benchmark:
     show: Callable[[Figures], None] = lambda record: print_record(record)
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
-        """Run the script. Return 0, or 1 if the record has faults, or 130 after an interrupt."""
+        """Run the script. Return 0, or 1 if the record has faults or a part of it failed, or 130
+        after an interrupt: what was measured until then is printed.
+        """
         args = self._parser().parse_args(arguments)
         result = args.result or (self.result(args) if callable(self.result) else self.result)
         record: Figures = {}
@@ -77,6 +80,9 @@ class Benchmark:
                 path = write_result(result, record) if result else None
         except KeyboardInterrupt:
             code = 130
+        except Exception:
+            traceback.print_exc()
+            code = 1
         if args.json:
             print(json.dumps(provenance(command()) | record, indent=2))
         elif code is None:

@@ -58,6 +58,11 @@ part() { # NAME SECONDS COMMAND...: its output is PARTS/NAME.out, its log goes t
 
 # The simulation runs what is installed already: a test of the suite runs it beside others.
 [[ ${SIMULATED_GPU:-} ]] || $PYTHON -m pip install --quiet --no-deps --no-build-isolation -e . || exit 1
+# The checkout is installed without what it needs. Without these, most parts would fail one by one.
+$PYTHON -c "import gguf, psutil, pytest, rich, transformers" || {
+    echo "install the package that is missing, such as: $PYTHON -m pip install --no-deps gguf" >&2
+    exit 1
+}
 LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b RECURRENT_SHAPE=qwen3.5-9b LONG=131072 SHORT=8192 REPEATS=3 CALLS=9
 GPU_TESTS=(tests/gpu) GRAPH_TESTS=(tests/gpu/test_graphs.py tests/gpu/test_heads.py)
 # Those of the processor's kernels need a newer transformers.

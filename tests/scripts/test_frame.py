@@ -20,12 +20,12 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def counting(*parts: dict) -> Benchmark:
+def counting(*parts: dict | BaseException) -> Benchmark:
     def measure(args) -> Iterator[dict]:
         yield {"count": args.count}
         for part in parts:
-            if part is None:
-                raise KeyboardInterrupt
+            if isinstance(part, BaseException):
+                raise part
             yield part
 
     return Benchmark("Counts.", "bench_some", measure, (Option("--count", 1, "how many"),))
@@ -59,9 +59,17 @@ def test_parts_become_one_record_with_its_origin(results: Path, capsys) -> None:
     assert ["m", "x"] in table
 
 
-def test_what_was_measured_before_an_interrupt_is_kept(results: Path) -> None:
-    assert counting(ROWS[0], None, ROWS[1])() == 130
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (ModuleNotFoundError("no gguf"), 1)]
+)
+def test_what_was_measured_before_an_error_is_kept(
+    results: Path, capsys, error: BaseException, code: int
+) -> None:
+    assert counting(ROWS[0], error, ROWS[1])(["--json"]) == code
     assert list(json.loads((results / "bench_some.json").read_text())["rows"]) == ["one"]
+    said = capsys.readouterr()
+    assert list(json.loads(said.out)["rows"]) == ["one"]
+    assert ("no gguf" in said.err) == (code == 1)
 
 
 def test_another_result_and_json(results: Path, tmp_path: Path, capsys) -> None:
