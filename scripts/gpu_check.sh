@@ -153,7 +153,7 @@ fi
 part env 20 "${TRIFORCE[@]}" env
 part llama2-7b 130 "${BENCH[@]}" --shape "$LLAMA2" --context $LONG --repeats $REPEATS
 # These look at the memory of the whole device: one process.
-part tests 130 "${PYTEST[@]}" -m gpu "${GPU_TESTS[@]}"
+part tests 155 "${PYTEST[@]}" -m gpu "${GPU_TESTS[@]}"
 part bench-kernels 50 "$PYTHON" scripts/bench kernels --json --shape "$LLAMA2" --context $LONG \
     --repeats $CALLS
 part llama3.1-8b 40 "${BENCH[@]}" --shape "$LLAMA3" --context $LONG --repeats $REPEATS \

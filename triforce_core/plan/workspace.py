@@ -114,8 +114,8 @@ def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int, by_host: bool)
     if not isinstance(mlp, Experts):
         return tokens * (hidden * 2 + mlp.width * 3) * itemsize
     widest, inner = max(mlp.width, mlp.shared), mlp.inner(hidden)
-    # Results of experts and, if they are shorter than hidden states, their input and their sum.
-    results = inner * (mlp.active + (2 if mlp.latent else 0))
+    # Results of experts; of shorter vectors also the input and the sum.
+    results = inner * (mlp.active + 2 * bool(mlp.latent))
     if by_host:
         each = (hidden * 3 + results + widest * 3) * itemsize + mlp.count * 4 * 3
         if itemsize < 4:
@@ -126,15 +126,12 @@ def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int, by_host: bool)
     if isinstance(mlp, ExpertsBeside):
         # The router's input, and norms of both parts.
         each += hidden * (4 * 3 + itemsize * 2)
-    each += mlp.active * 48
-    few = min(tokens, FEW_ROWS)
+    few, each = min(tokens, FEW_ROWS), each + mlp.active * 48
     return max(tokens * each, few * each + _tiles_bytes(mlp, inner, few, itemsize))
 
 
 def _tiles_bytes(mlp: Experts, inner: int, few: int, itemsize: int) -> int:
-    """Return the additional bytes of products of few rows, by tiles that have places without rows.
-    More rows are multiplied by one expert after another.
-    """
+    """Return the additional bytes of products of few rows, whose tiles have places without rows."""
     places = EXPERT_TILE * most_expert_tiles(few, mlp.active, mlp.count)
     return places * ((inner + 3 * mlp.width) * itemsize + 2 * 8)
 

@@ -367,6 +367,11 @@ def test_mixers_and_mlps_of_nemotron_h_are_layers() -> None:
     listed = {"layers_block_type": ["linear_attention", "attention", "mlp"]}
     both = from_hf(raw | listed | {"hybrid_override_pattern": "M*M-"}, {})
     assert [spec.mlp.width for spec in both.layers] == [0, CONFIG["intermediate_size"]]
+    latent = from_hf(raw | {"hybrid_override_pattern": "M*E", "moe_latent_size": 48}, {})
+    shapes, count = latent.layers[1].shapes(config.hidden), latent.layers[1].mlp.count
+    assert shapes["latent_down"] == shapes["latent_up"][::-1] == (48, config.hidden)
+    assert shapes["experts_gate_up"] == (40 * count, 48)
+    assert shapes["experts_down"] == (48 * count, 40)
     shapes = config.layers[1].shapes(config.hidden)
     assert "post_norm" not in shapes
     assert "down" not in shapes
@@ -376,7 +381,6 @@ def test_mixers_and_mlps_of_nemotron_h_are_layers() -> None:
         ({"hybrid_override_pattern": "M*M"}, "a model without an MLP"),
         ({"hybrid_override_pattern": "M*E", "attention_bias": True}, "attention_bias"),
         ({"hybrid_override_pattern": "M*X"}, "'X'"),
-        ({"hybrid_override_pattern": "M*E", "moe_latent_size": 64}, "moe_latent_size"),
         ({"hybrid_override_pattern": "M*E", "mlp_hidden_act": "silu"}, "mlp_hidden_act"),
     ):
         with pytest.raises(UnsupportedModelError, match=named):

@@ -64,12 +64,13 @@ _MODELS = {
     "ibm-granite/granite-4.0-h-small": "granite-4.0-h-small",
     "ibm-granite/granite-4.0-h-tiny": "granite-4.0-h-tiny",
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "nemotron-3-nano-30b-a3b",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "nemotron-3-super-120b-a12b",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": "smollm2-1.7b",
     "JackFram/llama-68m": "llama-68m",
 }
 # Suffixes that distinguish models of one shape.
-_VARIANT = re.compile(r"-(hf|chat|base|instruct|it)(?=-|$)")
+_VARIANT = re.compile(r"-(hf|chat|base|instruct|it|bf16)(?=-|$)")
 # Ends of the ids of quantised models, and the mix that they stand for.
 _INTEGERS = r"awq(-?4bit)?|gptq|(gptq-)?int4|awq-int4|(quantized[.])?w4a16|(int4-)?autoround"
 _QUANTISED = (
@@ -87,7 +88,6 @@ _UNSUPPORTED = (
     (r"glm-5", "GLM-5"),
     (r"deepseek.*(v3[.]2|v4|ocr|vl)", "DeepSeek-V3.2, V4 and those that read images"),
     (r"command-r($|-(v|plus|08))|(^|/)aya", "Cohere before Command R7B"),
-    (r"nemotron-3([.]5)?-(super|ultra)", "Nemotron 3 Super and Ultra"),
     (r"nemotron-(super|ultra|h-47b)", "Llama Nemotron Super and Ultra, and Nemotron-H-47B"),
     (r"nemotron-(4|mini)|minitron", "Nemotron-4 and Minitron"),
     (r"lfm2[.-].*(vl|audio|colbert)|lfm3", "LFM2 with images or sound, and LFM3"),
