@@ -69,6 +69,8 @@ ALIGNED_KEYS = 64
 # Numbers of rows of a prefill, and of keys, whose scores are capped at once. The latter is a
 # multiple of ALIGNED_KEYS.
 CAPPED_ROWS, CAPPED_KEYS = 64, 512
+# Bytes of scores and masks of the rows of a prompt that choose their keys at once.
+SELECTION_BYTES = 64 << 20
 # Number of rows of a prefill that a recurrence computes at once, a multiple of the rows that are
 # folded at a time.
 DELTA_ROWS = 256

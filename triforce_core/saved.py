@@ -21,9 +21,8 @@ from triforce_offload.checkpoint.opened import TensorsFile
 from triforce_offload.errors import CheckpointError, UsageError
 from triforce_offload.files import Output
 from triforce_offload.kv.recent.marks import MOST_MARKS
+from triforce_offload.kv.recent.shapes import RecentShape
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.kv.states.shape import StateShape
-from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.weights.formats import dtype_name
 
 _VERSION = "triforce-offload context 2"
@@ -120,7 +119,7 @@ def _data(header: bytes, tokens: torch.Tensor, saved: Snapshot) -> Iterator[byte
 def reading(
     path: str | Path,
     shape: KVShape,
-    recent: Sequence[WindowShape | StateShape],
+    recent: Sequence[RecentShape],
     model: str,
     vocab: int,
     most: int,
@@ -167,7 +166,7 @@ def reading(
         raise UsageError(f"cannot read a context from {path}: {error}") from error
 
 
-def _marks(file: TensorsFile, shape: WindowShape | StateShape, count: int) -> SavedMarks:
+def _marks(file: TensorsFile, shape: RecentShape, count: int) -> SavedMarks:
     """Read the marks of a store of a context of `count` tokens. Raises UsageError or
     CheckpointError.
     """
@@ -182,7 +181,7 @@ def _marks(file: TensorsFile, shape: WindowShape | StateShape, count: int) -> Sa
 
 
 def _mark(
-    file: TensorsFile, shape: WindowShape | StateShape, index: int, length: int
+    file: TensorsFile, shape: RecentShape, index: int, length: int
 ) -> dict[str, torch.Tensor]:
     """Read the tensors of a mark. Raises UsageError or CheckpointError."""
     names = {name: f"{name}.{index}" for name in shape.mark_tensors(0)}

@@ -298,4 +298,8 @@ class Execution:
             stack.callback(arena.close)
             embedding = layout.views(arena.bytes)["embedding"]
             checkpoint.read("embedding", embedding)
-        return Ends(embedding, tensors["norm"], tensors["head"])
+        if not checkpoint.config.streams:
+            return Ends(embedding, tensors["norm"], tensors["head"])
+        mean = tensors["last_mix_down"], tensors["last_mix_up"]
+        norm, table = tensors["last_mix_norm"], checkpoint.ngram_table()
+        return Ends(embedding, norm, tensors["head"], mean, table)

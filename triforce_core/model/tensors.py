@@ -10,12 +10,19 @@ from math import prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS, EXPERT_TENSORS
-from triforce_core.model.layers import FLOAT32_PARTS, LinearAttention, ShortConv
+from triforce_core.model.layers import (
+    FLOAT32_PARTS,
+)
+from triforce_core.model.parts.recurrent import (
+    LinearAttention,
+    ShortConv,
+)
 from triforce_core.model.sharing.share import Pieces
 from triforce_kernels import limits
 from triforce_kernels.weights.block_types import BlockType
+from triforce_offload.kv.index.shape import IndexShape
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.kv.states.shape import StateShape
+from triforce_offload.kv.states.shape import NGramShape, StateShape
 from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.weights.formats import (
     FLOAT32,
@@ -162,7 +169,7 @@ def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
     layers = {spec: _dense(spec.shapes(hidden), dtype) for spec in config.distinct_layers}
     return Layouts(
         tuple(layers[spec] for spec in config.layers),
-        _dense({"norm": (hidden,), "head": ends}, dtype),
+        _dense({**config.last_shapes, "head": ends}, dtype),
         None if config.tied else _dense({"embedding": ends}, dtype),
     )
 
@@ -278,7 +285,7 @@ def _layouts(config: ModelConfig, dtype: ElementType, matrix_format: MatrixForma
             layout(spec.shapes(hidden), prefix=f"layers.{i}.")
             for i, spec in enumerate(config.layers)
         ),
-        layout({"norm": (hidden,), "head": ends}),
+        layout({**config.last_shapes, "head": ends}),
         None if config.tied else layout({"embedding": ends}),
     )
 
@@ -382,6 +389,20 @@ def window_shape(config: ModelConfig, tokens: int, dtype: ElementType) -> Window
         return None
     layers = len(config.window_layers)
     return WindowShape(layers, mixer.kv_heads, mixer.head_dim, mixer.window, dtype, tokens)
+
+
+def ngram_shape(config: ModelConfig, dtype: ElementType) -> NGramShape | None:
+    """Return the shape of what the convolution behind n-gram embeddings keeps, None without any."""
+    if (ngrams := config.ngrams) is None:
+        return None
+    return NGramShape(1, config.width, ngrams.seen, dtype)
+
+
+def index_shape(config: ModelConfig, tokens: int, dtype: ElementType) -> IndexShape | None:
+    """Return the shape of the index of keys, None without one. tokens: of the longest sequence"""
+    if (index := config.attention.index) is None:
+        return None
+    return IndexShape(len(config.kv_layers), index.dim, index.block, dtype, tokens)
 
 
 def state_shape(config: ModelConfig, dtype: ElementType) -> StateShape | None:

@@ -13,8 +13,10 @@ from triforce_core.model.tensors import (
     copy_layouts,
     dense_layouts,
     drafter_layouts,
+    index_shape,
     kv_shape,
     matrices,
+    ngram_shape,
     state_shape,
     window_shape,
 )
@@ -198,6 +200,8 @@ class ModelSizes:
             kv_layers=config.kv_layers,
             windows=window_shape(config, self.max_context, self.dtype),
             states=state_shape(config, self.dtype),
+            ngrams=ngram_shape(config, self.dtype),
+            index=index_shape(config, self.max_context, self.dtype),
             context_tokens=self.max_context,
             max_pass_tokens=verified,
             drafting_bytes=self._drafting_bytes(shape, budget),
@@ -306,6 +310,10 @@ class ModelSizes:
 
     def _kv_shape(self) -> KVShape:
         shape, chunk = kv_shape(self.config, 1, self.dtype), self.method.chunk_size
+        if self.config.chooses_keys:
+            # All KV is on the device in one piece, from which rows take what they choose.
+            whole = self.max_context + 1
+            return replace(shape, block_tokens=whole, text_tokens=self.max_context)
         tokens = self.block_tokens or max(
             chunk, choose_block_tokens(shape.token_bytes, self.max_context, self.device.copy_bytes)
         )

@@ -10,10 +10,12 @@ from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
 from triforce_core.model.layers import (
     Attention,
     LatentAttention,
-    LinearAttention,
-    Mamba2,
     Mixer,
     Recurrent,
+)
+from triforce_core.model.parts.recurrent import (
+    LinearAttention,
+    Mamba2,
 )
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.counts import cdiv

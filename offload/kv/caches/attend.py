@@ -12,6 +12,7 @@ import torch
 
 from triforce_kernels.attention.attention import PLAIN, Softmax, masses, merge, with_sinks
 from triforce_kernels.attention.dense import DenseKeys, attend_dense
+from triforce_kernels.attention.selection import Selection, attend_selected, slots_of_rows
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_tail
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
@@ -122,8 +123,31 @@ class PassCache:
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
-        states = self._recent.states
-        return states.convolve(layer, inputs, convolution, batch, states.end)
+        store, layer = self._recent.convolving(layer)
+        return store.convolve(layer, inputs, convolution, batch, store.end)
+
+    def attend_selected(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        index: torch.Tensor,
+        batch: ForwardBatch,
+        selection: Selection,
+    ) -> torch.Tensor:
+        """Cache.attend_selected."""
+        store = self._recent.index
+        vectors = store.write(layer, index[:, -1], batch.first)
+        if len(vectors) <= selection.all_seen:
+            return self.attend(layer, qkv, batch)
+        keys = self.dense(layer, batch)
+        query = rope_into(qkv, *batch.rotation, keys.key, keys.value, keys.start)
+        blocks = store.blocks_of(layer, store.length, selection)
+        slots = slots_of_rows(
+            *(selection, index[:, :-1], blocks, vectors),
+            store.length,
+            batch.lineage(batch.deepest),
+        )
+        return attend_selected(query, keys.key, keys.value, *slots)
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""

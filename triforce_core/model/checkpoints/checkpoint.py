@@ -33,6 +33,7 @@ from triforce_core.model.checkpoints.naming.pieces import (
     stored_shapes,
     windowed,
 )
+from triforce_core.model.checkpoints.tables import COMPUTED, faults_of_table, table_of
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, quantised, reads_images
 from triforce_core.model.sharing.share import Share
@@ -50,6 +51,7 @@ from triforce_offload.errors import (
 if TYPE_CHECKING:
     import torch
 
+    from triforce_core.model.parts.ngrams import NGramTable
     from triforce_kernels.weights.block_types import BlockType
     from triforce_kernels.weights.linear import Weight
 
@@ -63,7 +65,7 @@ _MOST_DRAFTING = 16
 _KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 # Old checkpoints contain buffers that are computed here; scales are read with the tensor they
 # belong to.
-_UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX, *_KV_SCALES)
+_UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX, *_KV_SCALES, *COMPUTED)
 
 
 class Checkpoint:
@@ -147,6 +149,17 @@ class Checkpoint:
         factors = torch.empty(self._source.shape(self._rope_factors))
         self._source.read(self._rope_factors, factors)
         return factors
+
+    def ngram_table(self) -> NGramTable | None:
+        """Return the table of n-gram embeddings, which is read while the checkpoint is open; None
+        without any. Raises CheckpointError.
+        """
+        spec = self.config.ngrams
+        return spec and table_of(self._source, spec, self._tables)
+
+    @property
+    def _tables(self) -> list[str]:
+        return [piece.name for piece in self._names("ngrams")] if self.config.ngrams else []
 
     def reopened(self) -> Checkpoint:
         """Open the same checkpoint, or share, again independently. Raises CheckpointError."""
@@ -244,7 +257,8 @@ class Checkpoint:
             yield CheckpointError(
                 f"{self.path} does not hold the last of the {layers} layers of its config"
             )
-        expected = dict(self._expected())
+        expected, tables = dict(self._expected()), self._tables
+        yield from faults_of_table(self._source, config, tables)
         missing = sorted(expected.keys() - held)
         if missing:
             yield CheckpointError(f"{self.path} lacks {missing[0]} ({len(missing)} missing in all)")
@@ -254,6 +268,7 @@ class Checkpoint:
             if name.startswith(_OF_LAYERS)
             and not name.endswith(_UNUSED)
             and not name.startswith(self._of_drafts)
+            and name not in tables
             and not self._source.without_effect(name)
         )
         if unused:
@@ -283,7 +298,7 @@ class Checkpoint:
         config = self.config
         shapes = {
             "embedding": (config.vocab, config.hidden),
-            "norm": (config.hidden,),
+            **config.last_shapes,
         }
         if not config.tied:
             shapes["head"] = (config.vocab, config.hidden)

@@ -25,7 +25,12 @@ from triforce_core.model.feed_forward import (
     NoMLP,
     Router,
 )
-from triforce_core.model.layers import Mamba2, NormKind
+from triforce_core.model.layers import (
+    NormKind,
+)
+from triforce_core.model.parts.recurrent import (
+    Mamba2,
+)
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Kinds of layers by the names, and by the letters, that older configs have for them.

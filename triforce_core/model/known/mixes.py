@@ -13,11 +13,13 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import MLP, Experts
 from triforce_core.model.layers import (
     Attention,
-    DeltaNet,
     LatentAttention,
     LayerSpec,
-    Mamba2,
     Mixer,
+)
+from triforce_core.model.parts.recurrent import (
+    DeltaNet,
+    Mamba2,
     ShortConv,
 )
 from triforce_core.model.tensors import Pieces

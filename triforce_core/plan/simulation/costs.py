@@ -17,14 +17,16 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS, Experts
 from triforce_core.model.layers import (
     Attention,
-    Keeps,
     LatentAttention,
     LayerSpec,
-    LinearAttention,
-    Mamba2,
     Mixer,
     Recurrent,
 )
+from triforce_core.model.parts.recurrent import (
+    LinearAttention,
+    Mamba2,
+)
+from triforce_core.model.parts.specs import Keeps
 from triforce_core.model.tensors import MatrixBytes, dense_layouts, state_shape
 from triforce_core.plan.simulation.launches import (
     CONVOLVE_LAUNCHES,

@@ -24,6 +24,15 @@ from triforce_core.model.checkpoints.naming.experts import (
     expert_pieces,
 )
 from triforce_core.model.checkpoints.naming.latent import GGUF_LATENT, LatentNames, latent_pieces
+from triforce_core.model.checkpoints.naming.parts import (
+    GGUF_PARTS,
+    HF_PARTS,
+    PartNames,
+    index_pieces,
+    ngram_pieces,
+    stream_pieces,
+    streams_around,
+)
 from triforce_core.model.checkpoints.naming.pieces import (
     Change,
     Piece,
@@ -44,6 +53,7 @@ from triforce_core.model.checkpoints.naming.recurrent import (
     RecurrentNames,
     recurrent_pieces,
 )
+from triforce_core.model.checkpoints.tables import table_names
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import Experts
 from triforce_core.model.layers import Attention, LatentAttention, LayerSpec, NormKind
@@ -67,6 +77,7 @@ class Naming:
     recurrent: names of the tensors of recurrent layers
     latent: names of the tensors of latent attention
     experts: names of the tensors of experts
+    parts: names of the tensors of residual streams, n-gram embeddings and an index of keys
     """
 
     norms: Mapping[str, str]
@@ -85,6 +96,7 @@ class Naming:
     recurrent: RecurrentNames = field(default_factory=RecurrentNames)
     latent: LatentNames = field(default_factory=LatentNames)
     experts: ExpertNames = field(default_factory=ExpertNames)
+    parts: PartNames = HF_PARTS
 
     def blocks(self, layers: Sequence[LayerSpec]) -> list[int]:
         """Return the number of each layer, or of its mixer if MLPs are numbered too; and the first
@@ -162,6 +174,7 @@ _HF = {
     "minimax_m2": Naming(_HF_BEFORE, experts=HF_MINIMAX),
     "laguna": Naming(_HF_BEFORE, experts=HF_LAGUNA),
     "qwen3_next": Naming(_HF_BEFORE, recurrent=HF_QWEN3_NEXT, experts=HF_QWEN2),
+    "qwen4_exp_text": Naming(_HF_BEFORE, recurrent=HF_DELTA_NET, experts=HF_QWEN2),
     **dict.fromkeys(
         ("lfm2", "lfm2_moe"),
         Naming(
@@ -212,6 +225,7 @@ _GGUF = Naming(
     latent=GGUF_LATENT,
     last_norm="output_norm.weight",
     experts=GGUF_EXPERTS,
+    parts=GGUF_PARTS,
 )
 # llama.cpp rotates neighbouring pairs in some families. For these its converter stores q and k
 # accordingly, unless transformers stores them so itself.
@@ -231,6 +245,7 @@ _GGUF_FAMILIES = {
         replace(_GGUF_POST_ATTENTION, recurrent=GGUF_DELTA_NET),
     ),
     "qwen3_next": replace(_GGUF_POST_ATTENTION, recurrent=GGUF_QWEN3_NEXT),
+    "qwen4_exp_text": replace(_GGUF, recurrent=GGUF_DELTA_NET),
     "granitemoehybrid": replace(_GGUF_PAIRS, recurrent=GGUF_MAMBA2),
     "nemotron_h": replace(
         _GGUF_PAIRS,
@@ -260,8 +275,9 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
         "embedding": embedding,
         "head": embedding if config.tied else head,
         "norm": prefix + naming.last_norm,
+        "last": prefix,
     }
-    return _named(config, ends, naming, layer)
+    return _named(config, ends, naming, layer, held)
 
 
 def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str], list[Piece]]:
@@ -277,8 +293,9 @@ def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str
         "embedding": "token_embd.weight",
         "head": "token_embd.weight" if config.tied else "output.weight",
         "norm": naming.last_norm,
+        "last": "",
     }
-    return _named(config, ends, naming, layer)
+    return _named(config, ends, naming, layer, held)
 
 
 def blocks(family: str, layers: Sequence[LayerSpec]) -> list[int]:
@@ -289,7 +306,11 @@ def blocks(family: str, layers: Sequence[LayerSpec]) -> list[int]:
 
 
 def _named(
-    config: ModelConfig, ends: Mapping[str, str], naming: Naming, prefix: str
+    config: ModelConfig,
+    ends: Mapping[str, str],
+    naming: Naming,
+    prefix: str,
+    held: Collection[str],
 ) -> Callable[[str], list[Piece]]:
     """Return a function from `embedding`, `layers.3.qkv`, ... to the pieces of the checkpoint."""
     change = _change_of_norms(config, naming)
@@ -298,6 +319,13 @@ def _named(
         "head": [Piece(ends["head"], config.vocab)],
         "norm": [Piece(ends["norm"], config.hidden, change=change)],
     }
+    if config.streams:
+        for part, pieces in stream_pieces(config.last_shapes, naming.parts, change).items():
+            whole[part] = [replace(piece, name=ends["last"] + piece.name) for piece in pieces]
+    if config.ngrams:
+        at = next(index for index, spec in enumerate(config.layers) if spec.ngrams)
+        tables = [ends["last"] + name for name in naming.parts.tables]
+        whole["ngrams"] = [Piece(name, 0) for name in table_names(held, tables, at)]
     parts = {spec: _layer_pieces(spec, config, naming) for spec in config.distinct_layers}
     blocks = naming.blocks(config.layers)
 
@@ -327,6 +355,9 @@ def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[
     }
     if isinstance(spec.mlp, Experts):
         parts |= expert_pieces(spec.mlp, hidden, naming.experts)
+    around = streams_around(spec.streams, hidden)
+    parts |= stream_pieces(around, naming.parts, change)
+    parts |= ngram_pieces(spec.ngrams, hidden, naming.parts, change)
     for part, name in naming.norms.items():
         rows = spec.shapes(hidden).get(part, (0,))[0]
         parts[part] = [Piece(f"{name}.weight", rows, change=change)]
@@ -351,10 +382,16 @@ def _attention_pieces(
         gated = order and (*order, *range(mixer.head_dim, 2 * mixer.head_dim))
     projected = 2 + mixer.projects_values
     sizes, orders = (queries, mixer.keys, mixer.keys), (gated, order, None)
-    parts = {}
+    parts, change = {}, _change_of_norms(config, naming)
     for suffix, ending in (("", "weight"), ("_bias", "bias")):
         named = [f"{name}.{ending}" for name in naming.qkv[:projected]]
         pieces = pieces_of(named, sizes[:projected], orders[:projected])
+        if mixer.index and not suffix:
+            rotated = config.index_rope.rotated(mixer.index.dim)
+            own, norms = index_pieces(
+                mixer.index, rotated, naming.parts, _change_of_norms(config, naming)
+            )
+            pieces, parts = pieces + own, parts | norms
         if mixer.head_gate:
             pieces.append(Piece(f"{naming.head_gate}.{ending}", mixer.heads))
         parts["qkv" + suffix] = pieces
@@ -362,7 +399,6 @@ def _attention_pieces(
     parts["sinks"] = [Piece(naming.sinks, mixer.heads)]
     for part in ("q_norm", "k_norm"):
         if shape := mixer.shapes(config.hidden).get(part):
-            change = _change_of_norms(config, naming)
             name = f"{naming.norms[part]}.weight"
             parts[part] = [Piece(name, shape[0], order, change=change)]
     return parts
