@@ -76,6 +76,14 @@ SELECTION_BYTES = 64 << 20
 DELTA_ROWS = 256
 
 
+def selection_bytes(tokens: int, blocks: int, heads: int) -> int:
+    """Return the bytes for a row of a prompt of `tokens` tokens in `blocks` blocks that chooses its
+    keys by `heads` queries: products and scores in float32, which blocks, and which tokens, as
+    whole numbers, as bool, and as what is added to scores.
+    """
+    return tokens * 12 + blocks * (heads * 4 + 16)
+
+
 def most_expert_tiles(rows: int, active: int, count: int) -> int:
     """Return an upper bound of the number of tiles of `rows` rows, each of which chooses `active`
     of `count` experts.

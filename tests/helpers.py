@@ -56,7 +56,7 @@ def placed(placement: str | Placement, options: dict[str, object]) -> dict[str, 
     return {k: v for k, v in options.items() if k not in dropped} | {"placement": where}
 
 
-# Parts of the names of what transformers begins with zeros, or with too little to tell tokens apart.
+# Names of what transformers begins with zeros, or with too little to tell tokens apart.
 _OF_QWEN4 = (".ple.", "hyper_connection", ".indexer.")
 
 

@@ -337,4 +337,6 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),
 }
+# Families whose tokens choose the keys that they attend to: nothing is retrieved for drafts.
+CHOOSE_KEYS = ("qwen4_exp-moe",)
 WITH_EXPERTS = [name for name in FAMILIES if "moe" in name or name == "mixtral"]

@@ -32,6 +32,7 @@ _SUMS = "checksums"
 _HEADER = "header"
 # Names of the tensors of lengths at which there are marks, by the kind of store.
 _LENGTHS = {"window": "marks", "state": "state_marks"}
+_LENGTHS |= {kind: f"{kind}_marks" for kind in ("ngrams", "index")}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 

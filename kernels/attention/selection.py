@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from triforce_kernels.limits import SELECTION_BYTES
+from triforce_kernels.limits import SELECTION_BYTES, selection_bytes
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,7 @@ def attend_text_selected(
     device, block = query.device, selection.block
     out, before = torch.empty_like(query), tokens - rows
     places = torch.arange(tokens, device=device)
-    each = tokens * (heads * 4 + 8) + len(blocks) * queries.shape[1] * 8
-    step = max(1, SELECTION_BYTES // each)
+    step = max(1, SELECTION_BYTES // selection_bytes(tokens, len(blocks), queries.shape[1]))
     for first in range(0, rows, step):
         end = min(first + step, rows)
         last = (before + torch.arange(first, end, device=device)).unsqueeze(1)

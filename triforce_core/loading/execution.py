@@ -149,6 +149,13 @@ class Execution:
             StoreParts(KVParts(self.ranks, each.keys), KVParts(self.ranks, each.queries))
             for each in heads
         )
+        # Every rank has all of these.
+        for count in (
+            *([whole.width] if whole.ngrams else []),
+            *([1] if whole.chooses_keys else []),
+        ):
+            all_of_it = KVParts(self.ranks, [range(count)] * self.ranks.count)
+            recent.append(StoreParts(all_of_it, all_of_it))
         return full.keys, tuple(recent)
 
     def _report(self) -> Callable[[], None]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, placed, random_ids
 from oracle import LogitsRecorder, assert_equal_but_for_ties, greedy
+from tiny_families import CHOOSE_KEYS
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import CheckpointError, DoesNotFitError, LinkError, UsageError
@@ -51,8 +52,6 @@ def engine(path: Path, placement: str = "kv", **options: object) -> Engine:
     )
 
 
-# Families whose tokens choose the keys that they attend to: nothing is retrieved for drafts.
-CHOOSE = ("qwen4",)
 # Families with Mamba-2 layers.
 MAMBA = ("granite4-h", "nemotron_h")
 
@@ -82,10 +81,12 @@ def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
     for i in chosen:
         placement = ("kv", "resident", "kv-in-part", "kv-one-slot")[i % 4]
         # A model whose layers have different heads, or a state, does not draft.
-        drafts = not family.startswith(("gemma4", "qwen3_5", "qwen3_next", "lfm2", *MAMBA, *CHOOSE))
+        drafts = not family.startswith(
+            ("gemma4", "qwen3_5", "qwen3_next", "lfm2", *MAMBA, *CHOOSE_KEYS)
+        )
         own = path if drafts else other
         options = filled(RUNS[i], own, other)
-        if family.startswith(CHOOSE):
+        if family in CHOOSE_KEYS:
             options.pop("budget", None)
         with engine(path, placement, **options) as ours:
             for prompt, expected in zip(prompts, theirs, strict=True):

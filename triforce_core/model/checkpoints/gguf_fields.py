@@ -157,6 +157,47 @@ def _qwen3next(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]
     return fields, more | {"tiled_output": False}
 
 
+def _qwen4exp(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields as of Qwen3.5, and those of residual streams, of the index and of n-grams.
+    Raises CheckpointError or UnsupportedModelError.
+    """
+    fields, more = _qwen35(fields, names)
+    more |= {
+        "output_gate_type": "sigmoid",
+        "hc_count": fields.whole("hyper_connection.count"),
+        "hc_lowrank": fields.whole("hyper_connection.low_rank"),
+        "indexer_n_heads": fields.get("attention.indexer.head_count"),
+        "indexer_head_dim": fields.get("attention.indexer.key_length"),
+        "indexer_budget": fields.get("attention.indexer.top_k"),
+    }
+    # Of layers that attend to all keys, 0.
+    if blocks := _numbers(fields, "attention.compress_ratios"):
+        more["indexer_compress_ratio"] = max(blocks)
+        if len({*blocks, 0}) > 2:
+            raise UnsupportedModelError(
+                f"{fields.source}: attention.compress_ratios {blocks} that differ are not supported"
+            )
+    if layers := _numbers(fields, "ple.layers"):
+        more |= {
+            "ple_layer_ids": [layer + 1 for layer in layers],
+            "ngram_size": fields.whole("ple.ngram_size"),
+            "heads_per_ngram": fields.whole("ple.heads_per_ngram"),
+            "ple_conv_kernel_size": fields.whole("ple.conv_kernel"),
+            "eos_token_id": fields.whole("ple.eos_token_id", least=0),
+            "ngram_rows": _numbers(fields, "ple.head_vocab_sizes"),
+            "ngram_multipliers": _numbers(fields, "ple.layer_multipliers"),
+        }
+        heads = (more["ngram_size"] - 1) * more["heads_per_ngram"]
+        more["ple_embed_dim"] = heads * fields.whole("embedding_length_per_layer_input")
+    return fields, more
+
+
+def _numbers(fields: Fields, name: str) -> list[int]:
+    """Return a list of numbers, empty if it is not there."""
+    values = getattr(fields.get(name), "values", None)
+    return [] if values is None else [int(value) for value in values]
+
+
 def _qwen3moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """llama.cpp normalises the weights of experts in every file of this architecture."""
     return fields, {"norm_topk_prob": True}
@@ -360,6 +401,7 @@ OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, An
     "qwen3moe": _qwen3moe,
     "glm4moe": _glm4moe,
     "qwen3next": _qwen3next,
+    "qwen4exp": _qwen4exp,
     "deepseek2": _deepseek2,
     "laguna": _laguna,
     "lfm2": _lfm2,

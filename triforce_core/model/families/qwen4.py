@@ -94,11 +94,15 @@ def _ngrams(fields: Fields, streams: int) -> tuple[NGrams | None, int]:
         )
     # GGUF files have these numbers.
     sizes, multipliers = fields.get("ngram_rows"), fields.get("ngram_multipliers")
-    vocab, seed = fields.whole("vocab_size"), fields.whole("seed", 1234, least=0)
+    if not sizes:
+        sizes = _primes(fields.whole("ngram_vocab_size_base", 20_000_000), heads)
+    if not multipliers:
+        seed = fields.whole("seed", 1234, least=0)
+        multipliers = _multipliers(fields.whole("vocab_size"), longest, seed)
     return (
         NGrams(
-            tuple(sizes or _primes(fields.whole("ngram_vocab_size_base", 20_000_000), heads)),
-            tuple(multipliers or _multipliers(vocab, longest, seed)),
+            tuple(sizes),
+            tuple(multipliers),
             columns // heads,
             fields.whole("ple_conv_kernel_size", 4, least=2),
             end,
@@ -132,12 +136,14 @@ def _mixed(value: int) -> int:
     return value ^ (value >> 31)
 
 
+# What transformers' config takes for fields that are not there.
+_DEFAULTS = {**QWEN3_NEXT, "partial_rotary_factor": 1.0, "hc_count": 4, "hc_lowrank": 320}
 QWEN4 = (
     Family(
         "qwen4_exp_text",
         "Qwen4Exp",
         _qwen4,
-        defaults={**QWEN3_NEXT, "hc_count": 4, "hc_lowrank": 320},
+        defaults=_DEFAULTS,
         norm_kind=NormKind.RMS_PLUS_ONE,
     ),
 )
