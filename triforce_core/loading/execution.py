@@ -150,12 +150,10 @@ class Execution:
             for each in heads
         )
         # Every rank has all of these.
-        for count in (
-            *([whole.width] if whole.ngrams else []),
-            *([1] if whole.chooses_keys else []),
-        ):
-            all_of_it = KVParts(self.ranks, [range(count)] * self.ranks.count)
-            recent.append(StoreParts(all_of_it, all_of_it))
+        for there, count in ((whole.ngrams, whole.width), (whole.chooses_keys, 1)):
+            if there:
+                own = KVParts(self.ranks, [range(count)] * self.ranks.count)
+                recent.append(StoreParts(own, own))
         return full.keys, tuple(recent)
 
     def _report(self) -> Callable[[], None]:

@@ -8,13 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from triforce_core.model.feed_forward import Described, Shapes
-from triforce_core.model.layers import (
-    Attention,
-    LayerSpec,
-    Mixer,
-    NormKind,
-    Recurrent,
-)
+from triforce_core.model.layers import Attention, LayerSpec, Mixer, NormKind, Recurrent
 from triforce_core.model.parts.specs import Keeps, NGrams, Streams
 from triforce_offload.errors import UnsupportedModelError
 

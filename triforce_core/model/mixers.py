@@ -8,18 +8,9 @@ from typing import Protocol
 
 import torch
 
-from triforce_core.model.layers import (
-    Attention,
-    LatentAttention,
-    LayerSpec,
-)
+from triforce_core.model.layers import Attention, LatentAttention, LayerSpec
 from triforce_core.model.norms import Norm
-from triforce_core.model.parts.recurrent import (
-    DeltaNet,
-    LinearAttention,
-    Mamba2,
-    ShortConv,
-)
+from triforce_core.model.parts.recurrent import DeltaNet, LinearAttention, Mamba2, ShortConv
 from triforce_kernels.attention.attention import Softmax
 from triforce_kernels.attention.selection import Selection
 from triforce_kernels.elementwise import sigmoid, softplus

@@ -7,18 +7,20 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.parts.kept import (
+    index_shape,
+    kv_shape,
+    ngram_shape,
+    state_shape,
+    window_shape,
+)
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import (
     Layouts,
     copy_layouts,
     dense_layouts,
     drafter_layouts,
-    index_shape,
-    kv_shape,
     matrices,
-    ngram_shape,
-    state_shape,
-    window_shape,
 )
 from triforce_core.plan.levels import (
     LONGEST_RECORDED,
@@ -28,7 +30,7 @@ from triforce_core.plan.levels import (
     small_model_parts_bytes,
 )
 from triforce_core.plan.machine import Device
-from triforce_core.plan.product_bytes import (
+from triforce_core.plan.temporaries.product_bytes import (
     decode_bytes,
     groups_bytes,
     host_product_bytes,
@@ -36,7 +38,7 @@ from triforce_core.plan.product_bytes import (
     split_bytes,
     widened_bytes,
 )
-from triforce_core.plan.workspace import (
+from triforce_core.plan.temporaries.workspace import (
     GRAPH_LIBRARY_BYTES,
     distribution_bytes,
     forward_bytes,

@@ -21,10 +21,7 @@ from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.feed_forward import Experts
-from triforce_core.model.layers import (
-    LatentAttention,
-    Norms,
-)
+from triforce_core.model.layers import LatentAttention, Norms
 from triforce_core.model.parts.specs import Keeps
 from triforce_kernels.layer import rotate
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError

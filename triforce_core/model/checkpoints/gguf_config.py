@@ -15,14 +15,8 @@ from triforce_core.model.families.family import EXPERT_COUNTS, Family
 from triforce_core.model.families.reading.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.reading.ropes import check_rope
 from triforce_core.model.families.reading.windows import FULL, SLIDING, with_own_rope
-from triforce_core.model.layers import (
-    Attention,
-    LayerSpec,
-    NormKind,
-)
-from triforce_core.model.parts.recurrent import (
-    ShortConv,
-)
+from triforce_core.model.layers import Attention, LayerSpec, NormKind
+from triforce_core.model.parts.recurrent import ShortConv
 from triforce_core.model.parts.specs import Keeps
 from triforce_offload.errors import UnsupportedModelError
 

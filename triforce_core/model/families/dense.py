@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from triforce_core.model.families.family import (
-    Family,
-    Layers,
-    granite_scales,
-    layer,
-    with_windows,
-)
+from triforce_core.model.families.family import Family, Layers, granite_scales, layer, with_windows
 from triforce_core.model.families.gemma import GEMMA
 from triforce_core.model.families.latent import LATENT
 from triforce_core.model.families.mamba import MAMBA

@@ -11,17 +11,8 @@ from functools import partial
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import MLP, Experts
-from triforce_core.model.layers import (
-    Attention,
-    LatentAttention,
-    LayerSpec,
-    Mixer,
-)
-from triforce_core.model.parts.recurrent import (
-    DeltaNet,
-    Mamba2,
-    ShortConv,
-)
+from triforce_core.model.layers import Attention, LatentAttention, LayerSpec, Mixer
+from triforce_core.model.parts.recurrent import DeltaNet, Mamba2, ShortConv
 from triforce_core.model.tensors import Pieces
 from triforce_kernels.weights.block_types import ALL_TYPES, INTEGERS, BlockType
 from triforce_offload.checkpoint.quantised.methods import Method, Quantisation

@@ -8,16 +8,8 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from triforce_core.model.feed_forward import MLP, Experts
-from triforce_core.model.layers import (
-    Attention,
-    LatentAttention,
-    Mixer,
-)
-from triforce_core.model.parts.recurrent import (
-    DeltaNet,
-    Mamba2,
-    ShortConv,
-)
+from triforce_core.model.layers import Attention, LatentAttention, Mixer
+from triforce_core.model.parts.recurrent import DeltaNet, Mamba2, ShortConv
 from triforce_offload.errors import UsageError
 
 

@@ -15,19 +15,11 @@ from math import ceil, prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS, Experts
-from triforce_core.model.layers import (
-    Attention,
-    LatentAttention,
-    LayerSpec,
-    Mixer,
-    Recurrent,
-)
-from triforce_core.model.parts.recurrent import (
-    LinearAttention,
-    Mamba2,
-)
+from triforce_core.model.layers import Attention, LatentAttention, LayerSpec, Mixer, Recurrent
+from triforce_core.model.parts.kept import state_shape
+from triforce_core.model.parts.recurrent import LinearAttention, Mamba2
 from triforce_core.model.parts.specs import Keeps
-from triforce_core.model.tensors import MatrixBytes, dense_layouts, state_shape
+from triforce_core.model.tensors import MatrixBytes, dense_layouts
 from triforce_core.plan.simulation.launches import (
     CONVOLVE_LAUNCHES,
     DECODE_OPERATIONS,

@@ -7,13 +7,8 @@ from math import prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS
-from triforce_core.model.layers import (
-    Attention,
-    Mixer,
-)
-from triforce_core.model.parts.recurrent import (
-    LinearAttention,
-)
+from triforce_core.model.layers import Attention, Mixer
+from triforce_core.model.parts.recurrent import LinearAttention
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.weights.formats import Read

@@ -7,18 +7,10 @@ from functools import partial
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
-from triforce_core.model.layers import (
-    Attention,
-    LatentAttention,
-    Mixer,
-    Recurrent,
-)
-from triforce_core.model.parts.recurrent import (
-    LinearAttention,
-    Mamba2,
-)
+from triforce_core.model.layers import Attention, LatentAttention, Mixer, Recurrent
+from triforce_core.model.parts.recurrent import LinearAttention, Mamba2
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
-from triforce_core.plan.parts_bytes import (
+from triforce_core.plan.temporaries.parts_bytes import (
     capped_bytes,
     chosen_in_pass_bytes,
     chosen_in_prompt_bytes,
