@@ -32,7 +32,7 @@ class RandomCheckpoint:
 
     def pieces(self, name: str) -> list[tuple[int, None]]:
         if "." not in name:
-            return [(self.config.vocab, None)]
+            return [(self.config.last_shapes.get(name, (self.config.vocab,))[0], None)]
         _, layer, part = name.split(".")
         return [(self.config.layers[int(layer)].shapes(self.config.hidden)[part][0], None)]
 
