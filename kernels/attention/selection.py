@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,15 @@ class Selection:
         means = vectors.unflatten(0, (-1, self.block)).float().mean(1).to(vectors.dtype)
         numbers = torch.arange(first, first + len(means), device=vectors.device)
         return self.grouped(means, numbers)
+
+    def best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the blocks that rows choose by their scores [rows, blocks], the greatest first,
+        and which of them count, since those of blocks that a row does not see are -inf: [rows,
+        chosen] each.
+        """
+        ordered, blocks = scores.sort(dim=1, descending=True, stable=True)
+        count = self.budget // self.block
+        return blocks[:, :count], ordered[:, :count] > float("-inf")
 
     def chosen(self, scores: torch.Tensor) -> torch.Tensor:
         """Return which blocks rows choose by their scores [rows, blocks], of which those of blocks
@@ -93,13 +103,52 @@ def attend_selected(
     return out.permute(1, 2, 0, 3).reshape(heads, rows, head_dim)
 
 
+class Newest(NamedTuple):
+    """The tokens behind the whole blocks of a text that the rows of a pass see, in all layers.
+
+    whole: number of whole blocks of the text
+    in_blocks: places of the tokens of further blocks, [rows, blocks * block]
+    unseen: which of these blocks a row does not see, [rows, blocks] bool
+    last: places of the tokens behind these, and which of them count, [rows, block - 1] each
+    """
+
+    whole: int
+    in_blocks: torch.Tensor
+    unseen: torch.Tensor
+    last: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, block: int, length: int, lineage: torch.Tensor) -> Newest:
+        """block: tokens of a block. length: number of tokens of the text
+
+        lineage: the last rows that each row follows, its own last, [rows, count] int64; -1 stands
+            for the text's last token, -2 for the one before that
+        """
+        count, device = lineage.shape[1], lineage.device
+        whole, rest = divmod(length, block)
+        own = lineage >= 0
+        depth = own.sum(1)
+        places = torch.where(own, lineage + length, -1)
+        order = torch.arange(count + rest, device=device)
+        # Token i of a row is one of the rest of the text, or one of the last `depth` rows.
+        of_rows = (count - depth).unsqueeze(1) + order - rest
+        behind = places.gather(1, of_rows.clamp(0, count - 1))
+        tokens = torch.where(order < rest, whole * block + order, behind)
+        seen = (rest + depth).unsqueeze(1)
+        later = (count + rest) // block
+        ends = torch.arange(1, later + 1, device=device) * block
+        last = (seen // block * block) + torch.arange(block - 1, device=device)
+        last_places = tokens.gather(1, last.clamp(max=count + rest - 1)).clamp_(0)
+        in_blocks = tokens[:, : later * block].clamp(0)
+        return cls(whole, in_blocks, ends > seen, (last_places, last < seen))
+
+
 def slots_of_rows(
     selection: Selection,
     queries: torch.Tensor,
     blocks: torch.Tensor,
     vectors: torch.Tensor,
-    length: int,
-    lineage: torch.Tensor,
+    newest: Newest,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the places of the keys that the rows of a pass choose, and which of them count:
     [rows, keys] each.
@@ -107,52 +156,26 @@ def slots_of_rows(
     queries: of the index, [rows, heads, dim]
     blocks: vectors of the whole blocks of the text, [blocks, dim]
     vectors: of single tokens, those of the rows behind the text's, [length + rows, dim]
-    length: number of tokens of the text
-    lineage: the last rows that each row follows, its own last, [rows, count] int64; -1 stands for
-        the text's last token, -2 for the one before that
     """
-    block, device = selection.block, vectors.device
-    rows, count = lineage.shape
-    whole, rest = divmod(length, block)
-    # Of each row, the tokens from the last whole block of the text on; those before it have -1.
-    own = lineage >= 0
-    depth = own.sum(1)
-    places = torch.where(own, lineage + length, -1)
-    order = torch.arange(count + rest, device=device)
-    # Token i of a row is one of the rest of the text, or one of the last `depth` rows.
-    of_rows = (count - depth).unsqueeze(1) + order - rest
-    behind = places.gather(1, of_rows.clamp(0, count - 1))
-    tokens = torch.where(order < rest, whole * block + order, behind)
-    counted = (rest + depth).unsqueeze(1)
-    later = (count + rest) // block
-    in_blocks = tokens[:, : later * block]
+    block, device, whole = selection.block, vectors.device, newest.whole
+    rows, later = newest.unseen.shape
     scores = block_scores(queries, blocks)
     if later:
-        given = vectors[in_blocks.clamp(0).flatten()].unflatten(0, (rows, later, block))
-        means = given.float().mean(2).to(vectors.dtype).flatten(0, 1)
+        given = vectors[newest.in_blocks.flatten()].unflatten(0, (rows * later, block))
+        means = given.float().mean(1).to(vectors.dtype)
         numbers = torch.arange(whole, whole + later, device=device).repeat(rows)
         theirs = selection.grouped(means, numbers).unflatten(0, (rows, later))
-        more = block_scores(queries, theirs)
-        ends = torch.arange(block, later * block + 1, block, device=device)
-        more.masked_fill_(ends > counted, float("-inf"))
+        more = block_scores(queries, theirs).masked_fill_(newest.unseen, float("-inf"))
         scores = torch.cat((scores, more), 1)
-    chosen = selection.chosen(scores)
-    # Chosen blocks first, in order; a row that chose fewer has others behind them.
-    most = min(selection.budget // block, scores.shape[1])
-    picked = chosen.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
-    valid = chosen.gather(1, picked)
-    inside = torch.arange(block, device=device)
-    starts = picked.unsqueeze(2) * block + inside
-    in_text = starts.clamp(max=max(0, whole * block - 1))
+    best, counted = selection.best(scores)
+    places = (best.unsqueeze(2) * block + torch.arange(block, device=device)).flatten(1)
     if later:
-        index = (starts - whole * block).clamp(0, later * block - 1).flatten(1)
-        from_rows = in_blocks.gather(1, index).unflatten(1, starts.shape[1:])
-        in_text = torch.where(picked.unsqueeze(2) < whole, in_text, from_rows)
-    tail = (counted // block * block) + torch.arange(block - 1, device=device)
-    tail_places = tokens.gather(1, tail.clamp(max=count + rest - 1))
-    slots = torch.cat((in_text.flatten(1), tail_places), 1)
-    seen = torch.cat((valid.repeat_interleave(block, 1), tail < counted), 1)
-    return slots.clamp_(0), seen
+        first = whole * block
+        behind = newest.in_blocks.gather(1, (places - first).clamp(0, later * block - 1))
+        places = torch.where(places < first, places, behind)
+    last, seen = newest.last
+    slots = torch.cat((places, last), 1)
+    return slots, torch.cat((counted.repeat_interleave(block, 1), seen), 1)
 
 
 def attend_text_selected(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,9 +12,6 @@ if TYPE_CHECKING:
     import torch
 
     from triforce_kernels.weights.block_types import BlockType
-
-# A disk answers so many reads at the same time, each of at least so many rows.
-_THREADS, _ROWS = 16, 64
 
 
 @dataclass(frozen=True)
@@ -56,18 +51,9 @@ class StoredRows:
         return raw.view(getattr(torch, self.dtype)).to(dtype)[place]
 
     def _fill(self, into: memoryview, rows: Sequence[int]) -> None:
-        step = max(_ROWS, -(-len(rows) // _THREADS))
-        parts = range(0, len(rows), step)
-
-        def fill(first: int) -> None:
-            size, file = self.row_bytes, self.file
-            for index, row in enumerate(rows[first : first + step], first):
-                part = into[index * size : (index + 1) * size]
-                file.fill(part, self.start + row * size, self.name)
-
-        if len(parts) <= 1:
-            for first in parts:
-                fill(first)
-            return
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1) * 2) as threads:
-            list(threads.map(fill, parts))
+        size, file = self.row_bytes, self.file
+        # A disk reads many rows at the same time, if it knows of all.
+        for row in rows:
+            file.expect(self.start + row * size, size)
+        for index, row in enumerate(rows):
+            file.fill(into[index * size : (index + 1) * size], self.start + row * size, self.name)

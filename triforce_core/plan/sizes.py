@@ -251,10 +251,12 @@ class ModelSizes:
     def _records_passes(self, budget: int) -> bool:
         """Whether passes without a retrieval level are recorded. They are not if rows are to keep
         their bits: attention in recorded forwards was not shown to keep them. Nor are they without
-        a kernel that ends where the keys do: others read all that there is room for.
+        a kernel that ends where the keys do: others read all that there is room for, and those that
+        rows choose are found by the host too.
         """
         may = self.records_passes and self.graphs and self.device.kernels
-        plain = not self.same_bits and self.config.attention.score_cap is None
+        chooses = self.config.chooses_keys
+        plain = not (self.same_bits or chooses) and self.config.attention.score_cap is None
         return may and plain and not budget
 
     def _product_bytes(self, tokens: int) -> int:

@@ -11,6 +11,7 @@ from triforce_core.model.mlps import mlp_alone
 from triforce_core.model.norms import Norm
 from triforce_core.model.parts.ngrams import NGramLayer
 from triforce_core.model.parts.streams import Around
+from triforce_kernels.streams.streams import add_to_streams
 from triforce_kernels.weights.linear import linear
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.weights.layouts import Views
@@ -49,9 +50,9 @@ class LayersOfStreams:
         batch: ForwardBatch,
     ) -> None:
         """Add the mixer and the MLP of a layer to `hidden` [rows, streams * width], in place."""
-        taken, weights = self._mixer.before(w, hidden)
+        taken, sums = self._mixer.before(w, hidden)
         mixed = mixer(w, linear(taken, w["qkv"], w.get("qkv_bias")), cache, batch)
         output = self._sums.sum(linear(mixed, w["o"], w.get("o_bias")))
-        self._mixer.after(hidden, weights, output)
-        taken, weights = self._mlp.before(w, hidden)
-        self._mlp.after(hidden, weights, self._mlps[index](w, taken, taken))
+        add_to_streams(hidden, sums, output)
+        taken, sums = self._mlp.before(w, hidden)
+        add_to_streams(hidden, sums, self._mlps[index](w, taken, taken))

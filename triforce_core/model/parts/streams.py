@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from triforce_core.model.norms import Norm
-from triforce_kernels.elementwise import sigmoid, silu
+from triforce_kernels.streams.streams import mean_of_gated, silu_of_mean
 from triforce_kernels.weights.linear import Weight, linear
 from triforce_offload.weights.layouts import Views
 
@@ -16,8 +16,7 @@ def normed_streams(norm: Norm, x: torch.Tensor, weight: torch.Tensor, count: int
     x: [rows, count * width]
     weight: of the norm of each vector, [count * width]
     """
-    streams, weights = x.unflatten(1, (count, -1)), weight.view(count, -1)
-    return torch.cat([norm(streams[:, i].contiguous(), weights[i]) for i in range(count)], 1)
+    return norm(x.unflatten(1, (count, -1)), weight.view(count, -1)).flatten(1)
 
 
 def gated_mean(normed: torch.Tensor, down: Weight, up: Weight, count: int) -> torch.Tensor:
@@ -25,12 +24,7 @@ def gated_mean(normed: torch.Tensor, down: Weight, up: Weight, count: int) -> to
 
     normed: [rows, count * width]
     """
-    narrow = silu(linear(normed, down).div_(count))
-    gated = sigmoid(linear(narrow, up)).mul_(normed).unflatten(1, (count, -1))
-    total = gated[:, 0].float()
-    for stream in range(1, count):
-        total += gated[:, stream]
-    return total.div_(count).to(normed.dtype)
+    return mean_of_gated(linear(silu_of_mean(linear(normed, down), count), up), normed, count)
 
 
 class Around:
@@ -43,17 +37,12 @@ class Around:
         self._count = count
 
     def before(self, w: Views, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the mixer or the MLP takes, [rows, width], and the weights with which its
-        output is added to the streams, [rows, count].
+        """Return what the mixer or the MLP takes, [rows, width], and the sums that weigh its output
+        in each stream, [rows, count].
 
         hidden: [rows, count * width]
         """
         part, count = self._part, self._count
         normed = normed_streams(self._norm, hidden, w[f"{part}_mix_norm"], count)
         mean = gated_mean(normed, w[f"{part}_mix_down"], w[f"{part}_mix_up"], count)
-        weights = sigmoid(linear(normed, w[f"{part}_inject"]).div_(count)).mul_(2)
-        return mean, weights
-
-    def after(self, hidden: torch.Tensor, weights: torch.Tensor, output: torch.Tensor) -> None:
-        """Add the output of the mixer or the MLP, [rows, width], to all streams, in place."""
-        hidden += (output.unsqueeze(1) * weights.unsqueeze(2)).flatten(1)
+        return mean, linear(normed, w[f"{part}_inject"])

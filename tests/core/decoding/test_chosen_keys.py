@@ -14,6 +14,7 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.model.parts.ngrams import NGramTable
 from triforce_core.model.parts.specs import NGrams
 from triforce_kernels.attention.selection import (
+    Newest,
     Selection,
     attend_selected,
     attend_text_selected,
@@ -108,7 +109,8 @@ def test_what_a_row_chooses(length: int, rows: int) -> None:
     blocks = SELECTION.blocks_of(vectors[: length // BLOCK * BLOCK], 0)
     parents = [-1, *(max(-1, row - 1 - row % 2) for row in range(1, rows))]
     for lineage in (lines_of([row - 1 for row in range(rows)], rows), lines_of(parents, rows)):
-        slots, counted = slots_of_rows(SELECTION, index, blocks, vectors, length, lineage)
+        newest = Newest.of(BLOCK, length, lineage)
+        slots, counted = slots_of_rows(SELECTION, index, blocks, vectors, newest)
         out = attend_selected(query, key, value, slots, counted)
         for row in range(rows):
             path = [length + each for each in lineage[row].tolist() if each >= 0]
