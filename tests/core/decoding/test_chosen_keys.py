@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from helpers import random_ids
 from recent_walks import walk_cuts, walk_trees
+from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.parts.ngrams import NGramTable
@@ -67,6 +69,25 @@ def test_a_saved_context_goes_on(tiny, tmp_path: Path) -> None:
         result = second.generate(known + more, GREEDY)
     assert result.token_ids == expected.token_ids
     assert result.stats["reused_tokens"] == expected.stats["reused_tokens"] > 70
+
+
+def test_a_table_in_8_bits_is_multiplied_by_its_scale(tiny, tmp_path: Path) -> None:
+    path, _ = tiny(FAMILY)
+    texts, scale = [], torch.tensor([0.25])
+    tensors = load_file(path / "model.safetensors")
+    table = [name for name in tensors if ".ngram_embedding." in name]
+    coded = {name: (tensors[name] / scale).to(torch.float8_e4m3fn) for name in table}
+    before = table[0].partition("ngram_embedding")[0]
+    files = {
+        "whole": {name: each.float() * scale for name, each in coded.items()},
+        "coded": coded | {f"{before}ngram_embedding.weight_scale": scale},
+    }
+    for name, changed in files.items():
+        shutil.copytree(path, tmp_path / name)
+        save_file(tensors | changed, tmp_path / name / "model.safetensors", {"format": "pt"})
+        with engine(tmp_path / name) as ours:
+            texts.append(ours.generate(random_ids(40), GREEDY).token_ids)
+    assert texts[0] == texts[1]
 
 
 def test_nothing_is_retrieved(tiny) -> None:
@@ -142,6 +163,11 @@ def test_of_equal_scores_earlier_blocks_are_chosen() -> None:
     assert chosen[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
     assert chosen[1].nonzero().flatten().tolist() == [0, 1, 2, 5]
     assert SELECTION.chosen(scores[:, 3:])[1].tolist() == [True, True, True, False]
+    best, counted = SELECTION.best(scores)
+    assert best.tolist() == [[0, 1, 2, 3], [5, 0, 1, 2]]
+    assert counted.all()
+    best, counted = SELECTION.best(scores[:, 3:])
+    assert (best[1].tolist(), counted[1].tolist()) == ([2, 0, 1, 3], [True, True, True, False])
 
 
 class Counting:
