@@ -11,6 +11,7 @@ from triforce_core.cli.plan.arguments import DEFAULT_CONTEXT
 from triforce_core.cli.plan.plot import check as check_plot
 from triforce_core.cli.plan.plot import plot
 from triforce_core.cli.plan.report import print_plan, print_sweep
+from triforce_core.cli.plan.run_command import run_command
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import WARNING, say
 from triforce_core.model.checkpoints.eagle3 import eagle3_at, planned_eagle3, typical_eagle3
@@ -95,7 +96,8 @@ def plan(args: argparse.Namespace) -> int:
             whole["speed_up"] = compared.seconds_per_token / prediction.seconds_per_token
         print(json.dumps(whole, indent=2))
     else:
-        print_plan(chosen.case, args.model, prediction, chosen, compared, args.save)
+        command = run_command(chosen, args)
+        print_plan(chosen.case, args.model, prediction, chosen, compared, command)
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triforce_core.cli.plan.run_command import on_lines, run_command
+from triforce_core.cli.plan.run_command import on_lines
 from triforce_core.cli.terminal.console import Printer, Row
 from triforce_core.model.known.shapes import read_model
 from triforce_core.plan.simulation.candidates import Candidate
@@ -20,11 +20,11 @@ def print_plan(
     prediction: Prediction,
     chosen: Candidate,
     compared: Prediction | None,
-    saved: str | None,
+    command: str,
 ) -> None:
     """Print the tables of a plan to standard output.
 
-    saved: the file of the plan, if it was saved
+    command: the command that runs the plan
     """
     console = Printer()
     hardware = case.hardware
@@ -44,7 +44,6 @@ def print_plan(
     if case.pieces and chosen.plan.placement.streamed_layers and not chosen.plan.budget:
         line += "; no retrieval level, since weights stream and copies of them do not pay"
     console.print(f"Plan: {line}.")
-    command = run_command(chosen, model, saved)
     for text in on_lines("Run it: ", command, console.width):
         # A path that is longer than a line stays whole, so that the command can be copied.
         console.print(text, soft_wrap=True)
