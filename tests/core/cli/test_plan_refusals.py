@@ -16,6 +16,10 @@ LLAMA = ("llama3.1-8b", "--gpu", "rtx4090", "--context", 8192)
         ((*LLAMA, "--draft", "llama-68m"), "a draft model needs the same tokens"),
         ((*LLAMA, "--device-memory", "80GiB"), "is more than the 22.49 GiB of --gpu rtx4090"),
         ((*LLAMA, "--sweep", "gpus", "--compare", "autoregressive"), "--compare is for one plan"),
+        (
+            ("qwen3-8b", "--gpu", "rtx409"),
+            "nearest: rtx4090, rtx4080, rtx3090 (`triforce plan --help` names all)\n",
+        ),
         (("qwen3-8b:Q4KM", "--gpu", "rtx4090"), "'Q4KM' is none of Q2_K"),
     ],
 )

@@ -35,6 +35,8 @@ from triforce_offload.weights.formats import DTYPES
 
 SWEEPS = ("context", "gpus", "link")
 DEFAULT_CONTEXT = 131072
+# Cards that messages name where any card would do.
+EXAMPLE_GPUS = ("rtx4090", "rtx5090", "rtx3060")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:

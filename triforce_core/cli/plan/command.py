@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from triforce_core.cli.plan.arguments import DEFAULT_CONTEXT
+from triforce_core.cli.plan.arguments import DEFAULT_CONTEXT, EXAMPLE_GPUS
 from triforce_core.cli.plan.plot import check as check_plot
 from triforce_core.cli.plan.plot import plot
 from triforce_core.cli.plan.report import print_plan, print_sweep
@@ -53,7 +53,7 @@ from triforce_offload.errors import UsageError
 from triforce_offload.files import Output, check_outputs
 from triforce_offload.kv.sizes import COPY_BYTES
 from triforce_offload.link.trace import write_spans
-from triforce_offload.machine.profiles import Hardware, gpu_names, named, with_link
+from triforce_offload.machine.profiles import Hardware, named, with_link
 from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
 from triforce_offload.weights.formats import DTYPES, Dtype
 
@@ -229,7 +229,7 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
     if args.gpu is None:
         from triforce_offload.machine.probe import this_machine
 
-        hardware = this_machine(args.link_bandwidth, gpu_names(), matrices(config))
+        hardware = this_machine(args.link_bandwidth, EXAMPLE_GPUS, matrices(config))
     else:
         hardware = named(args.gpu, itemsize)
         if args.link_bandwidth:
