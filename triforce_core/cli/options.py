@@ -217,9 +217,15 @@ def add_explained_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def tokens(text: str) -> int:
+    """Parse a number of tokens: 4096, or 128K for 128 times 1024."""
+    digits = text.removesuffix("K") if text.endswith("K") else text.removesuffix("k")
+    return int(digits) * (1024 if digits != text else 1)
+
+
 def new_tokens(text: str) -> int:
-    """Parse a number of new tokens; -1 gives UNTIL_FULL."""
-    number = int(text)
+    """Parse a number of new tokens, as `tokens` does; -1 gives UNTIL_FULL."""
+    number = tokens(text)
     return UNTIL_FULL if number == -1 else number
 
 

@@ -18,7 +18,7 @@ LLAMA = ("llama3.1-8b", "--gpu", "rtx4090", "--context", 8192)
         ((*LLAMA, "--sweep", "gpus", "--compare", "autoregressive"), "--compare is for one plan"),
         (
             ("qwen3-8b", "--gpu", "rtx409"),
-            "nearest: rtx4090, rtx4080, rtx3090 (`triforce plan --help` names all)\n",
+            "nearest: rtx4090, rtx5090, rtx4080 (`triforce plan --help` names all)\n",
         ),
         (("qwen3-8b:Q4KM", "--gpu", "rtx4090"), "'Q4KM' is none of Q2_K"),
     ],

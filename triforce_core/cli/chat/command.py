@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
+from triforce_core.cli.chat.arguments import DEFAULT_CONTEXT, DEFAULT_NEW_TOKENS
 from triforce_core.cli.chat.line import Lines, OneMessage
 from triforce_core.cli.chat.session import ChatSession
 from triforce_core.cli.chat.wrapping import WordWrap
@@ -25,10 +26,6 @@ from triforce_core.requests.answer.reasoning import variables
 from triforce_core.requests.stream import Completion, Piece, Stream
 from triforce_offload.errors import OutputError, UsageError
 
-# The maximum context length when no --ctx-size is given.
-DEFAULT_CONTEXT = 32768
-# The default maximum of new tokens for each answer.
-DEFAULT_NEW_TOKENS = 2048
 HELP = """\
 /file FILE       attach a text to what you say next
 /regenerate      answer what you said last again

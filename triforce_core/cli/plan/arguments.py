@@ -9,6 +9,7 @@ from triforce_core.cli.options import (
     SEQUENCES_FLAGS,
     add_explained_options,
     host_share,
+    tokens,
 )
 from triforce_core.cli.parser import for_experts
 from triforce_core.model.known.mixes import NAMES
@@ -59,13 +60,13 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add(
         *CONTEXT_FLAGS,
         dest="context",
-        type=int,
+        type=tokens,
         metavar="N",
         help=f"prompt and new tokens (default: {DEFAULT_CONTEXT}, or what the model has if fewer)",
     )
     add(
         "--new-tokens",
-        type=int,
+        type=tokens,
         default=SamplingParams.max_new_tokens,
         metavar="N",
         help="tokens of the context that are generated",
@@ -147,7 +148,7 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
         help="drafter: MODEL is a small model or an EAGLE-3 head, eagle3 a head of the usual shape "
         "(default: the MTP head of models that have one, else n-grams)",
     )
-    add("--budget", type=int, metavar="TOKENS", help="tokens in the retrieval cache")
+    add("--budget", type=tokens, metavar="TOKENS", help="tokens in the retrieval cache")
     add("--draft-tokens", type=int, metavar="N", help="tokens drafted for each pass")
     add(
         "--inner-draft-tokens", type=int, metavar="N", help="tokens drafted for each retrieval step"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from triforce_core.cli.chat.command import DEFAULT_CONTEXT
+from triforce_core.cli.chat.arguments import DEFAULT_CONTEXT
 from triforce_core.cli.options import engine_config, given
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.terminal.leaving import leave
