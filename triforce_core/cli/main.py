@@ -224,14 +224,19 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command = commands.add_parser(name, parents=[common], help=text, formatter_class=_Help)
         command.set_defaults(run=run, parser=command)
         add_arguments(command)
-        if any(action.dest == "model" for action in command._actions):
-            message = any(a.dest == "prompt" and not a.option_strings for a in command._actions)
-            command.usage = f"%(prog)s MODEL {'[PROMPT] ' if message else ''}[options]"
-        has_more = any(getattr(action, "for_experts", False) for action in command._actions)
-        text = "show all options and exit" if has_more else argparse.SUPPRESS
-        command.add_argument("--help-all", action=HelpAll, nargs=0, help=text)
+        _add_help(command)
     _tell_of_others(commands.choices)
     return parser, dict(commands.choices)
+
+
+def _add_help(command: Parser) -> None:
+    """Add what a command's help says of its own options."""
+    if any(action.dest == "model" for action in command._actions):
+        message = any(a.dest == "prompt" and not a.option_strings for a in command._actions)
+        command.usage = f"%(prog)s MODEL {'[PROMPT] ' if message else ''}[options]"
+    has_more = any(getattr(action, "for_experts", False) for action in command._actions)
+    text = "show all options and exit" if has_more else argparse.SUPPRESS
+    command.add_argument("--help-all", action=HelpAll, nargs=0, help=text)
 
 
 def _tell_of_others(commands: Mapping[str, Parser]) -> None:

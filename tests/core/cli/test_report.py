@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from command import GREEDY, least_memory, run
+from test_tables import RUN
 
-from triforce_core.cli.terminal.report import accepted_drafts
+from triforce_core.cli.terminal.report import accepted_drafts, print_run
 
 RESIDENT = ("--device-memory", "100MiB")
 
@@ -54,6 +55,14 @@ def test_reused_tokens_are_not_counted_as_prefilled(speaking, capsys, tmp_path) 
     again = ("-p", "Hello there", "--load-context", file)
     code, _, err = run(capsys, "generate", *options, *again)
     assert (code, "(6 tokens, 5 more reused)" in err) == (0, True), err
+
+
+def test_an_interrupt_before_the_first_token_is_told_as_one(capsys) -> None:
+    stats = RUN | {"new_tokens": 0, "seconds_per_token": None, "finish_reason": "interrupted"}
+    print_run(stats)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "98797 tokens; interrupted after 98.70 s, before the first new token" in said
+    assert "time to first token" not in said
 
 
 def test_one_token_and_one_pass_are_singular(speaking, capsys) -> None:
