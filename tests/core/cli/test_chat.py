@@ -38,7 +38,7 @@ def talk(
 
 
 def prefilled(err: str) -> tuple[int, ...]:
-    """By the table of /stats, the tokens of the last answer that were prefilled, and those reused."""
+    """The tokens of the last answer that were prefilled, and those reused, as /stats shows them."""
     shown = " ".join(err.replace("│", " ").split())
     return tuple(map(int, *re.findall(r"s of prefill \((\d+) tokens, (\d+) more reused\)", shown)))
 
