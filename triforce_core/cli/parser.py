@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if invalid := _INVALID.search(message):
-            kind = "a number" if invalid[1] == "float" else "a whole number"
+            kind = "a number" if invalid[1] in ("float", "share") else "a whole number"
             message = f"{message[: invalid.start()]}{invalid[2]} is not {kind}"
         message = _AMBIGUOUS.sub(r"unrecognized arguments: \1", message)
         say(f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help", ERROR)

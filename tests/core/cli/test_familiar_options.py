@@ -145,7 +145,7 @@ def test_new_tokens_of_minus_one_fill_the_context(speaking, capsys, tmp_path) ->
     stats = json.loads(file.read_text())
     assert stats["prompt_tokens"] + stats["new_tokens"] == 512
     code, _, err = run(capsys, "generate", speaking, "-p", "Hello", *GREEDY, "-n", "-2")
-    assert (code, "1 or more, got -2" in err) == (2, True)
+    assert (code, "-2 is neither 1 or more nor -1, until the text ends" in err) == (2, True)
 
 
 def test_every_prompt_of_a_file_fills_its_own_context(speaking, capsys, tmp_path) -> None:

@@ -122,8 +122,7 @@ def test_what_the_hub_refuses_is_told(monkeypatch, capsys, said: str, told: str)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-n", "0"], "-n must be 1 or more, got 0"),
-        (["--max-new-tokens=0"], "--max-new-tokens must be 1 or more, got 0"),
+        (["--top-p", "2"], "--top-p must be more than 0 and at most 1, got 2.0"),
         (["--temperature", "-1"], "--temperature must be a finite number, 0 or more, got -1.0"),
         (["--device-memory", "10"], "'10' has no unit: write it like 10GiB"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,18 @@ def test_one_token_and_one_pass_are_singular(speaking, capsys) -> None:
     assert "s of prefill (1 token)" in said
     assert ", 1 pass of 1.00 tokens; stopped at the limit of tokens" in said
     assert "layers' weights resident, all KV resident, " in said
+
+
+def test_a_saved_context_needs_a_prompt_that_begins_with_its_text(
+    speaking, capsys, tmp_path, monkeypatch
+) -> None:
+    file = tmp_path / "context"
+    options = (speaking, *GREEDY, "-c", "100")
+    assert run(capsys, "generate", *options, "-p", "Hello", "--save-context", file)[0] == 0
+    code, _, err = run(capsys, "generate", *options, "-p", "Bye", "--load-context", file)
+    said = "and none is reused: a prompt must begin with the saved text"
+    assert (code, said in err) == (0, True), err
+    monkeypatch.setattr("sys.stdin", StringIO(""))
+    code, _, err = run(capsys, "generate", *options, "--load-context", file)
+    said = "the prompt is empty; --load-context needs one that begins with the saved text"
+    assert (code, said in err) == (2, True), err

@@ -148,8 +148,8 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add(
         "--load-context",
         metavar="FILE",
-        help="reuse a context from --save-context; if a prompt begins with its text, only the rest "
-        "is prefilled",
+        help="reuse a context from --save-context: of a prompt that begins with the saved text, "
+        "only the rest is prefilled",
     )
 
 
@@ -162,7 +162,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="print JSON lines: each piece of text with its origin, then statistics",
     )
     add("--stats", metavar="FILE", help="write statistics of the run as JSON")
-    add("--save-context", metavar="FILE", help="write the text and its KV, to continue later")
+    add(
+        "--save-context",
+        metavar="FILE",
+        help="write the text and its KV, for --load-context and a prompt that begins with the text",
+    )
     add(
         "--output",
         metavar="FILE",

@@ -9,6 +9,7 @@ from triforce_core.cli.options import (
     SEQUENCES_FLAGS,
     add_explained_options,
     host_share,
+    share,
     tokens,
 )
 from triforce_core.cli.parser import for_experts
@@ -45,7 +46,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help=f"one of {', '.join(SHAPES)}; a quantisation may follow, as in qwen3-32b:Q4_K_M "
-        f"({', '.join(NAMES)}); the hub id of one of these models, a config.json, or a .gguf file",
+        f"({', '.join(NAMES)}); Ollama's name, as in qwen3:32b; the hub id of one of these models, "
+        "a config.json, or a .gguf file",
     )
     _add_text(parser)
     _add_hardware(parser)
@@ -81,14 +83,14 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--acceptance",
-        type=float,
+        type=share,
         metavar="A",
         help="share of draft tokens that the target accepts, for a retrieval cache of --budget "
         f"(or {DEFAULT_BUDGET}) tokens (default: {DEFAULT_ACCEPTANCE}, assumed)",
     )
     add(
         "--inner-acceptance",
-        type=float,
+        type=share,
         metavar="A",
         help=f"share of the drafter's tokens that are accepted (default: {NGRAM_ACCEPTANCE} for "
         f"n-grams, {MODEL_ACCEPTANCE} for a small model, assumed)",
@@ -126,9 +128,8 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     for_experts(
         add(
             "--host-flops",
-            type=float,
-            metavar="N",
-            help="operations per second of the CPU's products, such as 1.5e12; with "
+            metavar="RATE",
+            help="operations per second of the CPU's products, such as 1.5TFLOP/s; with "
             "--host-bandwidth, it may compute weights and KV that would stream",
         )
     )

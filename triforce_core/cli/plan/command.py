@@ -54,7 +54,7 @@ from triforce_offload.files import Output, check_outputs
 from triforce_offload.kv.sizes import COPY_BYTES
 from triforce_offload.link.trace import write_spans
 from triforce_offload.machine.profiles import Hardware, named, with_link
-from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
+from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes, parse_flops
 from triforce_offload.weights.formats import DTYPES, Dtype
 
 # Models of one family pad their matrices to sizes that differ by no more than this.
@@ -172,7 +172,7 @@ def _host_compute(args: argparse.Namespace) -> float | str:
     if args.host_bandwidth and args.host_flops is None and args.gpu is not None:
         say(
             "the CPU computes nothing in this plan; to let it, give the rate of its products too: "
-            "--host-flops 1.5e12, say",
+            "--host-flops 1.5TFLOP/s, say",
             WARNING,
         )
     return EngineConfig().changed(host_compute=args.host_compute).host_compute
@@ -260,16 +260,10 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
     if args.host_bandwidth:
         changed["host_bytes_per_second"] = parse_bandwidth(args.host_bandwidth)
     if args.host_flops is not None:
-        changed["host_flops_per_second"] = _positive("--host-flops", args.host_flops)
+        changed["host_flops_per_second"] = parse_flops(args.host_flops)
     if args.disk_bandwidth:
         changed["disk_bytes_per_second"] = parse_bandwidth(args.disk_bandwidth)
     return replace(hardware, **changed)
-
-
-def _positive(flag: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise UsageError(f"{flag} must be positive and finite, got {value:g}")
-    return value
 
 
 def _curve(

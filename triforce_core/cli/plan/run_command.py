@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 
-from triforce_core.model.known.hub_ids import hub_id_of
+from triforce_core.model.found.names import local
+from triforce_core.model.known.hub_ids import hub_id_of, of_ollamas
 from triforce_core.model.known.mixes import OF_SAFETENSORS
 from triforce_core.params import SamplingParams
 from triforce_core.plan.simulation.candidates import Candidate
@@ -25,9 +26,9 @@ def run_command(chosen: Candidate, args: argparse.Namespace) -> str:
     args: the arguments of `plan`; the command names a known shape by its hub id, and the file of a
         saved plan
     """
-    model = args.model
-    shape, _, mix = model.partition(":")
-    name = hub_id_of(shape) or model
+    on_disk = local(args.model) is not None
+    shape, _, mix = ("", "", "") if on_disk else of_ollamas(args.model).partition(":")
+    name = hub_id_of(shape) or args.model
     if mix:
         name = f"MODEL-{mix.upper()}" if mix.upper() in OF_SAFETENSORS else "MODEL.gguf"
     case, plan = chosen.case, chosen.plan
