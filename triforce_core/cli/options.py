@@ -105,6 +105,12 @@ def engine_config(args: argparse.Namespace, config: EngineConfig | None = None) 
     return (config or EngineConfig()).changed(**changes)
 
 
+def check_ctx_size(asked: int | None, positions: int) -> None:
+    """Raise UsageError for a context longer than a model's `positions`."""
+    if asked is not None and asked > positions:
+        raise UsageError(f"--ctx-size {asked} is more than the {positions} positions the model has")
+
+
 def add_machine_options(parser: argparse.ArgumentParser) -> Options:
     """Add the options of the device, its link and the formats of weights and KV.
 

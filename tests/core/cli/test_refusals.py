@@ -53,6 +53,8 @@ def test_a_model_is_not_written_over(speaking, tmp_path, capsys, option: str) ->
         (("generate", "{model}", "-p", "x", "--threads", "99999999999"), "on this machine, got"),
         (("generate", "{model}", "-p", "x", "--draft", "ngrm"), "no file or directory ngrm"),
         (("generate", "{model}", "-p", "x", "-c", "100000"), "--ctx-size 100000 is more than"),
+        (("serve", "{model}", "-c", "50000"), "--ctx-size 50000 is more than the 512 positions"),
+        (("chat", "{model}", "-c", "50000"), "--ctx-size 50000 is more than the 512 positions"),
         (
             ("generate", "{model}", "--prompt-file", "/dev/zero"),
             "from /dev/zero: it is larger than",

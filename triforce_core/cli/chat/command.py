@@ -14,7 +14,7 @@ from triforce_core.cli.chat.line import Lines, OneMessage, whole
 from triforce_core.cli.chat.session import ChatSession
 from triforce_core.cli.chat.wrapping import WordWrap
 from triforce_core.cli.codes import INTERRUPTED
-from triforce_core.cli.options import engine_config, sampling_params
+from triforce_core.cli.options import check_ctx_size, engine_config, sampling_params
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.terminal.output import WARNING, TextOutput, announce, say, terminal_columns
 from triforce_core.cli.terminal.progress import ProgressBars
@@ -81,8 +81,8 @@ def converse(args: argparse.Namespace, lines: Callable[[], Lines | OneMessage]) 
         # Reject a chat template that cannot be rendered, before anything is loaded.
         model.tokenizer.render([*messages, {"role": "user", "content": "Hello"}])
         positions = model.checkpoint.config.positions
-        if config.max_context is None:
-            config = replace(config, max_context=min(positions, DEFAULT_CONTEXT))
+        check_ctx_size(config.max_context, positions)
+        config = replace(config, max_context=config.max_context or min(positions, DEFAULT_CONTEXT))
         opened = lines()
         from triforce_core.engine import Engine
 

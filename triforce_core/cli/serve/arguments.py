@@ -67,7 +67,7 @@ def add_serve_arguments(parser: Parser) -> None:
     group.add_argument(
         "--log-requests",
         action="store_true",
-        help="log a line for each request, and one for each text when it ends",
+        help="log a line for each request, why one was refused, and each text when it ends",
     )
     group.add_argument("--quiet", action="store_true", help="log only warnings")
     add_machine_and_method(parser, CONTEXT_IN_WORDS)
