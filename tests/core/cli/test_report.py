@@ -77,15 +77,12 @@ def test_one_token_and_one_pass_are_singular(speaking, capsys) -> None:
     assert "layers' weights resident, all KV resident, " in said
 
 
-def test_a_saved_context_needs_a_prompt_that_begins_with_its_text(
+def test_a_saved_context_without_a_prompt_says_what_it_needs(
     speaking, capsys, tmp_path, monkeypatch
 ) -> None:
     file = tmp_path / "context"
     options = (speaking, *GREEDY, "-c", "100")
     assert run(capsys, "generate", *options, "-p", "Hello", "--save-context", file)[0] == 0
-    code, _, err = run(capsys, "generate", *options, "-p", "Bye", "--load-context", file)
-    said = "and none is reused: a prompt must begin with the saved text"
-    assert (code, said in err) == (0, True), err
     monkeypatch.setattr("sys.stdin", StringIO(""))
     code, _, err = run(capsys, "generate", *options, "--load-context", file)
     said = "the prompt is empty; --load-context needs one that begins with the saved text"
