@@ -16,6 +16,9 @@ _UNITS = {
 }
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
+_FLOPS = re.compile(
+    r"\s*(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?|-?\.\d+)\s*([kmgtp]?)(?:flops?)?(?:/s)?\s*", re.IGNORECASE
+)
 
 # Fewer bytes than this need a unit: a number of gibibytes is meant.
 _LEAST_BYTES = 1024
@@ -49,6 +52,19 @@ def parse_bandwidth(text: str | float) -> float:
     if not isinstance(text, str) or not text.endswith("/s"):
         raise UsageError(f"{text!r} is not a bandwidth; write it like 25GB/s or 800MB/s")
     return float(parse_bytes(text[:-2]))
+
+
+def parse_flops(text: str | float) -> float:
+    """Return operations per second from `"1.5TFLOP/s"`, `"900gflops"`, `"1.5e12"` or a number.
+    Raises UsageError.
+    """
+    match = _FLOPS.fullmatch(str(text))
+    if match is None:
+        raise UsageError(f"{text!r} is not a rate of operations; write it like 1.5TFLOP/s")
+    rate = float(match[1]) * 1000 ** ("kmgtp".index(match[2].lower()) + 1 if match[2] else 0)
+    if not 0 < rate < float("inf"):
+        raise UsageError(f"a rate of operations must be positive and finite, got {text!r}")
+    return rate
 
 
 def format_bytes(size: float) -> str:

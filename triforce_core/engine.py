@@ -19,7 +19,7 @@ from triforce_core.loading.open_model import OpenModel
 from triforce_core.loading.start import Loaded, settled, start
 from triforce_core.model.tokenizing.tokenizer import Tokenizer, token_ids_of
 from triforce_core.model.transformer import Model
-from triforce_core.params import SamplingParams
+from triforce_core.params import SamplingParams, without_fields
 from triforce_core.plan.plan import Plan
 from triforce_core.requests.batch import Batch, Member, Receiver
 from triforce_core.requests.pool import Contexts
@@ -140,6 +140,7 @@ class Engine:
         """The plan on one line."""
         return self._loaded.plan_line
 
+    @without_fields
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -159,6 +160,7 @@ class Engine:
             pass
         return stream.result
 
+    @without_fields
     def chat(
         self,
         messages: str | Sequence[Mapping[str, str]],
@@ -184,6 +186,7 @@ class Engine:
             raise UsageError("the model has no tokenizer, and so no chat template")
         return self.tokenizer.chat(messages)
 
+    @without_fields
     def stream(
         self,
         prompt: str | Sequence[int],

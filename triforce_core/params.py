@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+from triforce_core.settings import UnknownFieldError, nearest_names
 from triforce_offload.errors import UsageError
 
 # Most tokens whose log-probabilities can be reported at each position.
@@ -53,6 +56,12 @@ class SamplingParams:
     logprobs: int | None = None
     grammar: str | None = None
     json_schema: str | Mapping[str, Any] | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
+        """Raises UnknownFieldError, which names the nearest fields."""
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            raise UnknownFieldError(f"sampling has no setting {name!r}; {_nearest(name)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _require("max_new_tokens", self.max_new_tokens, _whole(self.max_new_tokens, 1), "1 or more")
@@ -121,6 +130,34 @@ class SamplingParams:
     @property
     def tells_logprobs(self) -> bool:
         return self.logprobs is not None
+
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def without_fields(method: Callable[P, R]) -> Callable[P, R]:
+    """Return a method that takes a request's SamplingParams, and that says so if it is given one of
+    their fields by name: it raises UnknownFieldError.
+    """
+    known = inspect.signature(method).parameters
+
+    @wraps(method)
+    def called(*args: P.args, **given: P.kwargs) -> R:
+        for name in given.keys() - known.keys():
+            raise UnknownFieldError(
+                f"{method.__name__} has no setting {name!r}: fields of a request are given as "
+                f"SamplingParams; {_nearest(name)}"
+            )
+        return method(*args, **given)
+
+    return called
+
+
+def _nearest(name: str) -> str:
+    known = sorted(SamplingParams.__dataclass_fields__)
+    if name in known:
+        return f"write SamplingParams({name}=...)"
+    return f"the nearest are {' and '.join(map(repr, nearest_names(name, known)))}"
 
 
 def _require(name: str, value: object, holds: bool, expected: str) -> None:

@@ -358,8 +358,13 @@ def _names(settings: type) -> list[str]:
 
 def _unknown(name: str) -> str:
     known = {n for c in (EngineConfig, MachineSettings, MethodSettings) for n in _names(c)}
-    close = difflib.get_close_matches(name, sorted(known), n=2, cutoff=0)
-    return f"an engine has no setting {name!r}; the nearest are {close[0]!r} and {close[1]!r}"
+    first, second = nearest_names(name, sorted(known))
+    return f"an engine has no setting {name!r}; the nearest are {first!r} and {second!r}"
+
+
+def nearest_names(name: str, known: Sequence[str]) -> list[str]:
+    """Return the two known names that are most alike to a name."""
+    return difflib.get_close_matches(name, known, n=2, cutoff=0)
 
 
 def _require_one_of(name: str, value: object, choices: Sequence[object]) -> None:

@@ -270,10 +270,17 @@ class _Walker:
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise self._error(f"alignment {alignment!r} is not a sound number")
         base = -(-self._at // alignment) * alignment
-        return metadata, {
+        entries = {
             name: self._entry(name, dims, kind, base + offset)
             for name, (dims, kind, offset) in infos.items()
         }
+        needed = max((each.start + each.nbytes for each in entries.values()), default=0)
+        if needed > self._size:
+            raise CheckpointError(
+                f"{self._file.path} is incomplete: it has {self._size} of the {needed} bytes that "
+                "its header names; download it again"
+            )
+        return metadata, entries
 
     def _tensor_info(self, name: str) -> tuple[tuple[int, ...], GGMLQuantizationType, int]:
         dimensions = self._number("I")
@@ -295,8 +302,6 @@ class _Walker:
         if elements <= 0 or dims[0] % block:
             raise self._error(f"tensor {name} of {dims} does not divide into blocks of {block}")
         nbytes = elements // block * block_bytes
-        if start + nbytes > self._size:
-            raise self._error(f"tensor {name} ends at byte {start + nbytes}, past the file's end")
         return _Entry(self._file, dims[::-1], kind, start, nbytes)
 
     def _value(self, kind: GGUFValueType, depth: int) -> Any:

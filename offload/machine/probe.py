@@ -90,7 +90,7 @@ def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Mat
     """Return the first GPU of this machine, or the emulated device if there is none.
 
     link_bandwidth: bandwidth to use in place of the measured one; an emulated link needs it
-    known: names of known cards, for the error without a GPU
+    known: names of a few known cards, for the error without a GPU
     matrices: shapes of the model's matrices
 
     Raises UsageError.
@@ -102,8 +102,9 @@ def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Mat
         return measured_gpu(rate)
     if rate is None:
         raise UsageError(
-            "this machine has no GPU: name one to plan for with --gpu "
-            f"({', '.join(known)}), or give --link-bandwidth to plan for the emulated device"
+            "this machine has no GPU: name one to plan for with --gpu, such as "
+            f"{' or '.join(known)} (`triforce plan --help` names all), or give --link-bandwidth to "
+            "plan for the emulated device"
         )
     key = (
         f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "

@@ -128,7 +128,7 @@ def named(name: str, itemsize: int = 2) -> Hardware:
     name = next((card for card in cards if plain_name(card) == plain_name(name)), name)
     if name not in cards:
         raise UsageError(
-            f"GPU {name!r} is not known; {nearest(name, cards)} (--gpu takes {', '.join(cards)})"
+            f"GPU {name!r} is not known; {nearest(name, cards)} (`triforce plan --help` names all)"
         )
     card = table[name]
     tflops = card["fp16_tflops" if itemsize <= 2 else "fp32_tflops"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from triforce_core.model.found.models import Described, found_models
 from triforce_core.model.found.names import resolve
 from triforce_core.model.known.shapes import read_model
 from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.machine.hardware import Gpu, inspect_machine
 
 OLLAMA = "application/vnd.ollama.image."
 
@@ -176,6 +178,22 @@ def test_the_list_is_a_table_or_json(home: Path, sound: Path, capsys) -> None:
     assert {row["name"] for row in listed(sound)} >= {str(sound / "hf"), str(sound / "tiny.gguf")}
     code, _, err = run(capsys, "list", "nowhere")
     assert (code, "nowhere is no folder" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "command"),
+    [
+        ((), "triforce plan MODEL --gpu rtx4090 says"),
+        ((Gpu("A", 1 << 34, 4, 4, 16, 16),), "plan MODEL says"),
+    ],
+)
+def test_the_list_ends_with_a_command_that_works(
+    home: Path, sound: Path, capsys, monkeypatch, gpus: tuple[Gpu, ...], command: str
+) -> None:
+    """A plan for a machine without a GPU needs the name of one."""
+    machine = replace(inspect_machine(), gpus=gpus)
+    monkeypatch.setattr("triforce_core.cli.list.command.inspect_machine", lambda: machine)
+    assert command in run(capsys, "list", sound)[1]
 
 
 def test_a_model_of_ollamas_opens_by_its_name(home: Path, sound: Path) -> None:

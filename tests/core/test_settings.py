@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+import pickle
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from triforce_core.cli.options import engine_config, given
 from triforce_core.loading import open_model as opening
 from triforce_core.machine_settings import MachineSettings
 from triforce_core.plan.plan import Plan
-from triforce_core.settings import EngineConfig, MethodSettings
+from triforce_core.requests.stream import Completion
+from triforce_core.settings import EngineConfig, MethodSettings, UnknownFieldError
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.placement import Placement
 
@@ -220,3 +222,28 @@ def test_a_plan_of_a_version_that_chose_how_chunks_are_scored(tmp_path) -> None:
     file.write_text(json.dumps(raw | {"retrieval": "mean"}))
     with pytest.raises(UsageError, match=r"plan\.json: .* by attention mass alone"):
         Plan.read(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("max_tokens", "'max_new_tokens'"), ("temprature", "'temperature'"), ("topp", "'top_p'")],
+)
+def test_a_request_names_the_nearest_field(name: str, nearest: str) -> None:
+    said = f"sampling has no setting '{name}'; the nearest are .*{nearest}"
+    with pytest.raises(UnknownFieldError, match=said):
+        SamplingParams(**{name: 5})
+    assert replace(SamplingParams(), top_k=3) == pickle.loads(pickle.dumps(SamplingParams(top_k=3)))
+
+
+def test_fields_of_a_request_are_not_those_of_a_method(speaking) -> None:
+    with Engine.from_pretrained(speaking, device="cpu", max_context=64) as engine:
+        for method in (engine.generate, engine.chat, engine.stream):
+            said = r"given as SamplingParams; write SamplingParams\(max_new_tokens=...\)"
+            with pytest.raises(UnknownFieldError, match=said):
+                method("Hello", max_new_tokens=5)
+            with pytest.raises(UnknownFieldError, match="the nearest are 'max_new_tokens'"):
+                method("Hello", max_tokens=5)
+        made = engine.generate("Hello", SamplingParams(max_new_tokens=3, temperature=0))
+    said = f"Completion({made.text!r}, 3 tokens, finish_reason='length')"
+    assert repr(made) == said
+    assert len(repr(Completion([1], "x" * 9999, "stop", {"a": "b" * 999}))) < 120

@@ -117,3 +117,15 @@ def test_a_damaged_file_is_a_typed_error_at_once(tmp_path, name: str) -> None:
     path.write_bytes(BAD[name])
     with pytest.raises(CheckpointError, match=r"bad\.gguf"):
         GGUFSource(path)
+
+
+def test_a_file_that_was_cut_is_incomplete(tmp_path) -> None:
+    path = tmp_path / "m.gguf"
+    kind = gguf.GGMLQuantizationType.F32
+    write(path, {"a": (np.ones((4, 32), np.float32), kind), "b": (np.ones(32, np.float32), kind)})
+    whole = path.read_bytes()
+    # The writer fills the last tensor up to the alignment, which needs no bytes here.
+    path.write_bytes(whole[:-1])
+    said = rf"m\.gguf is incomplete: it has {len(whole) - 1} of the {len(whole)} bytes"
+    with pytest.raises(CheckpointError, match=said + ".*download it again"):
+        GGUFSource(path)

@@ -120,5 +120,5 @@ def test_without_a_gpu_a_link_or_a_card_must_be_named(monkeypatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match=r"--gpu \(rtx1, rtx2\).*--link-bandwidth"):
+    with pytest.raises(UsageError, match=r"--gpu, such as rtx1 or rtx2 .*--link-bandwidth"):
         probe.this_machine(None, ["rtx1", "rtx2"], [(8, 8)])

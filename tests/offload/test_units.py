@@ -4,7 +4,7 @@ import pytest
 
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.memory.available import lendable_bytes
-from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
+from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes, parse_flops
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,14 @@ def test_bandwidths() -> None:
 def test_what_is_no_bandwidth(text) -> None:
     with pytest.raises(UsageError):
         parse_bandwidth(text)
+
+
+def test_rates_of_operations() -> None:
+    for text in ("1.5TFLOP/s", "1.5 tflops", "1.5T", "1500 GFLOP/s", "1.5e12", 1.5e12):
+        assert parse_flops(text) == 1.5e12
+    for text in ("", "fast", "TFLOP/s", "1.5TB/s", "0", "-1e9", "1e999"):
+        with pytest.raises(UsageError):
+            parse_flops(text)
 
 
 def test_format() -> None:

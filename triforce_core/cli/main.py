@@ -6,7 +6,7 @@ import argparse
 import errno
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from triforce_core.cli.bench.arguments import add_bench_arguments
@@ -176,6 +176,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         description="Lossless generation from models whose KV cache or weights do not fit the GPU.",
     )
     parser.add_argument(
+        "--help-all", action=HelpAll, nargs=0, help="show the options of all commands and exit"
+    )
+    parser.add_argument(
         "--version", action="version", version=f"%(prog)s {version('triforce-offload')}"
     )
     common = argparse.ArgumentParser(add_help=False)
@@ -221,14 +224,27 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command = commands.add_parser(name, parents=[common], help=text, formatter_class=_Help)
         command.set_defaults(run=run, parser=command)
         add_arguments(command)
-        if any(action.dest == "model" for action in command._actions):
-            message = any(a.dest == "prompt" and not a.option_strings for a in command._actions)
-            command.usage = f"%(prog)s MODEL {'[PROMPT] ' if message else ''}[options]"
-        if any(getattr(action, "for_experts", False) for action in command._actions):
-            command.add_argument(
-                "--help-all", action=HelpAll, nargs=0, help="show all options and exit"
-            )
+        _add_help(command)
+    _tell_of_others(commands.choices)
     return parser, dict(commands.choices)
+
+
+def _add_help(command: Parser) -> None:
+    """Add what a command's help says of its own options."""
+    if any(action.dest == "model" for action in command._actions):
+        message = any(a.dest == "prompt" and not a.option_strings for a in command._actions)
+        command.usage = f"%(prog)s MODEL {'[PROMPT] ' if message else ''}[options]"
+    has_more = any(getattr(action, "for_experts", False) for action in command._actions)
+    text = "show all options and exit" if has_more else argparse.SUPPRESS
+    command.add_argument("--help-all", action=HelpAll, nargs=0, help=text)
+
+
+def _tell_of_others(commands: Mapping[str, Parser]) -> None:
+    """Tell each command which others have an option that it lacks."""
+    for command in commands.values():
+        for name, other in commands.items():
+            for flag in other._option_string_actions.keys() - command._option_string_actions:
+                command.others.setdefault(flag, []).append(name)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

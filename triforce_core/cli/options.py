@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,12 @@ def engine_config(args: argparse.Namespace, config: EngineConfig | None = None) 
     """Return a config with the settings that were given. Raises UsageError."""
     changes = given(args, EngineConfig, MachineSettings, MethodSettings)
     return (config or EngineConfig()).changed(**changes)
+
+
+def check_ctx_size(asked: int | None, positions: int) -> None:
+    """Raise UsageError for a context longer than a model's `positions`."""
+    if asked is not None and asked > positions:
+        raise UsageError(f"--ctx-size {asked} is more than the {positions} positions the model has")
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> Options:
@@ -217,9 +223,19 @@ def add_explained_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def tokens(text: str) -> int:
+    """Parse a number of tokens: 4096, or 128K for 128 times 1024."""
+    digits = text.removesuffix("K") if text.endswith("K") else text.removesuffix("k")
+    return int(digits) * (1024 if digits != text else 1)
+
+
 def new_tokens(text: str) -> int:
-    """Parse a number of new tokens; -1 gives UNTIL_FULL."""
-    number = int(text)
+    """Parse a number of new tokens, as `tokens` does; -1 gives UNTIL_FULL."""
+    number = tokens(text)
+    if number < 1 and number != -1:
+        raise argparse.ArgumentTypeError(
+            f"{number} is neither 1 or more nor -1, until the text ends or the context is full"
+        )
     return UNTIL_FULL if number == -1 else number
 
 
@@ -234,9 +250,15 @@ def draft_length(text: str) -> int | str:
     return _number_or(text, AUTO)
 
 
+def share(text: str) -> float:
+    """Parse a share: 0.95, or 95%."""
+    digits = text.removesuffix("%")
+    return float(digits) / (100 if digits != text else 1)
+
+
 def host_share(text: str) -> float | str:
-    """Parse a share of what would stream: a number, "auto" or "off"."""
-    return _number_or(text, AUTO, OFF, kind=float)
+    """Parse a share of what would stream, as `share` does, or "auto" or "off"."""
+    return _number_or(text, AUTO, OFF, kind=share)
 
 
 def tree_nodes(text: str) -> int | str:
@@ -244,7 +266,7 @@ def tree_nodes(text: str) -> int | str:
     return _number_or(text, AUTO, OFF)
 
 
-def _number_or(text: str, *words: str, kind: type[int] | type[float] = int) -> Any:
+def _number_or(text: str, *words: str, kind: Callable[[str], float] = int) -> Any:
     if text in words:
         return text
     try:

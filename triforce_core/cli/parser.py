@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from triforce_core.cli.terminal.output import ERROR, say
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
+# A word that is an option, and no negative number.
+_FLAG = re.compile(r"--?[a-zA-Z]")
 # argparse expands abbreviations of one-dash options even with allow_abbrev=False.
 _AMBIGUOUS = re.compile(r"ambiguous option: (\S+) could match .*")
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.+)\)")
@@ -36,6 +38,7 @@ _ELSEWHERE = {
     "--gpu-memory-utilization": "--device-memory, a size",
     "--max-num-seqs": "--sequences",
     "--alias": "--name",
+    "--gpu": "--device, such as cuda:0; triforce plan names cards",
 }
 # These begin with the letter of another option, as whose value the rest would be read.
 _MISREAD = [flag for flag in _ELSEWHERE if not flag.startswith("--") and len(flag) > 2] + ["-ps"]
@@ -54,14 +57,25 @@ class Parser(argparse.ArgumentParser):
     """A parser that ends with one line on stderr and exit code 2. Abbreviations are errors.
 
     elsewhere: options of other programs and commands, and what stands for each here
+    beyond: what a user may have meant by an argument too many; None if nothing comes to mind
+    others: the commands that have an option, by its flags; only errors name them
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
         self.elsewhere = dict(_ELSEWHERE)
+        self.beyond: str | None = None
+        self.others: dict[str, list[str]] = {}
 
     def format_help(self, *, everything: bool = False) -> str:
-        """Return the help. everything: whether to include options for experts"""
+        """Return the help.
+
+        everything: whether to include options for experts, and the help of each command
+        """
+        if everything and self._subparsers is not None:
+            commands = self._subparsers._group_actions[0].choices or {}
+            texts = [command.format_help(everything=True) for command in commands.values()]
+            return "\n".join([super().format_help(), *texts])
         rare = [action for action in self._actions if getattr(action, "for_experts", False)]
         if everything or not rare:
             return super().format_help()
@@ -76,7 +90,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if invalid := _INVALID.search(message):
-            kind = "a number" if invalid[1] == "float" else "a whole number"
+            kind = "a number" if invalid[1] in ("float", "share") else "a whole number"
             message = f"{message[: invalid.start()]}{invalid[2]} is not {kind}"
         message = _AMBIGUOUS.sub(r"unrecognized arguments: \1", message)
         say(f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help", ERROR)
@@ -114,7 +128,9 @@ class Parser(argparse.ArgumentParser):
             unknown = [] if _taken(parsed, word) else unknown
         if unknown:
             command = getattr(parsed, "parser", self)
-            command.error(f"unrecognized arguments: {' '.join(unknown)}")
+            # What follows an unknown option may be its value.
+            flags = [word.partition("=")[0] for word in unknown if _FLAG.match(word)]
+            command.error(f"unrecognized arguments: {' '.join(flags or unknown)}")
         return parsed
 
     def _meant(self, message: str) -> str:
@@ -122,18 +138,29 @@ class Parser(argparse.ArgumentParser):
             known = [name.strip(" '") for name in choice[2].split(",")]
             return _nearest(choice[1], known)
         if unknown := _UNKNOWN.search(message):
-            words = [word.partition("=")[0] for word in unknown[1].split(" ")]
-            known = [word for word in words if word in self.elsewhere]
-            if len(known) > 1:
-                return f" (here {', '.join(f'{flag} is {self.elsewhere[flag]}' for flag in known)})"
-            if known:
-                return f" (here it is {self.elsewhere[known[0]]})"
-            flag = next((word for word in words if word != "--"), "")
-            flags = [name for name in self._option_string_actions if name.startswith("--")]
-            # An abbreviation is not expanded; the error names the flags it may stand for.
-            begun = [name for name in flags if flag.startswith("--") and name.startswith(flag)]
-            return f" (did you mean {' or '.join(begun)}?)" if begun else _nearest(flag, flags)
+            return self._instead(unknown[1].split(" "))
         return ""
+
+    def _instead(self, words: Sequence[str]) -> str:
+        """Return what may have been meant by arguments that are not known."""
+        known = [word for word in words if word in self.elsewhere]
+        if len(known) > 1:
+            return f" (here {', '.join(f'{flag} is {self.elsewhere[flag]}' for flag in known)})"
+        if known:
+            return f" (here it is {self.elsewhere[known[0]]})"
+        flag = next((word for word in words if word != "--"), "")
+        if not flag.startswith("-"):
+            return f" ({self.beyond})" if self.beyond else ""
+        flags = [
+            name
+            for name, action in self._option_string_actions.items()
+            if name.startswith("--") and not isinstance(action, Explained)
+        ]
+        # An abbreviation is not expanded; the error names the flags it may stand for.
+        begun = [name for name in flags if flag.startswith("--") and name.startswith(flag)]
+        meant = f" (did you mean {' or '.join(begun)}?)" if begun else _nearest(flag, flags)
+        commands = " and ".join(self.others.get(flag, []))
+        return meant or (f" (it is an option of triforce {commands})" if commands else "")
 
 
 class HelpAll(argparse.Action):

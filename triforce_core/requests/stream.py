@@ -14,6 +14,9 @@ from triforce_core.decoding.decoder import Step
 from triforce_core.requests.text import TextStream
 from triforce_offload.errors import UsageError
 
+# Characters of a text that its representation shows.
+_SHOWN = 60
+
 
 class TokenLogprob(NamedTuple):
     """A token, its log-probability, and the likeliest tokens with their log-probabilities."""
@@ -39,6 +42,12 @@ class Completion:
     finish_reason: str
     stats: dict[str, Any]
     logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Return a line: the beginning of the text, how many tokens it has and how it ended."""
+        text = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
+        tokens = f"{len(self.token_ids)} token{'' if len(self.token_ids) == 1 else 's'}"
+        return f"Completion({text!r}, {tokens}, finish_reason={self.finish_reason!r})"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,11 +23,14 @@ from triforce_core.server.page_html import page_html
 from triforce_core.server.routes.ollama import ollama_routes
 from triforce_core.server.routes.openai import openai_routes
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording.model_files import ModelFiles
 from triforce_core.server.wording.wording import refusal
 from triforce_core.server.worker import Worker
 from triforce_offload.errors import TriforceError
 
 _RETRY_SECONDS = "5"
+# Characters of a line of the log.
+_LONGEST_LINE = 500
 # The page loads nothing but itself and talks to this server only.
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -35,8 +38,18 @@ _PAGE_POLICY = (
 )
 
 
-def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> FastAPI:
-    """Return the app that serves a worker. The app starts and closes the worker."""
+def make_app(
+    worker: Worker,
+    settings: ServerSettings,
+    metrics: Metrics,
+    files: ModelFiles,
+    log: Callable[[str], None] = lambda line: None,
+) -> FastAPI:
+    """Return the app that serves a worker. The app starts and closes the worker.
+
+    files: what clients are told of the model's files
+    log: called with a line for each request that is refused, and why
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -46,11 +59,11 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
 
     app = FastAPI(title="triforce-offload", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=settings)
-    _add_errors(app, settings)
+    _add_errors(app, settings, log)
     _add_health(app, worker, settings, metrics)
     asking = Asking(worker, settings)
     app.include_router(openai_routes(asking))
-    app.include_router(ollama_routes(asking))
+    app.include_router(ollama_routes(asking, files))
     return app
 
 
@@ -71,11 +84,17 @@ def _add_health(app: FastAPI, worker: Worker, settings: ServerSettings, metrics:
         return Response(metrics.text(worker), media_type="text/plain; version=0.0.4")
 
 
-def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
+def _in_log(line: str) -> str:
+    """Return a line of bounded length without line breaks or escapes, which a client may send."""
+    return "".join(each if each.isprintable() else " " for each in line[:_LONGEST_LINE])
+
+
+def _add_errors(app: FastAPI, settings: ServerSettings, log: Callable[[str], None]) -> None:
     def said(
         request: Request, content: dict[str, Any], status: int, headers: Any = None
     ) -> JSONResponse:
-        """Return an error in the format of the route's API."""
+        """Return an error in the format of the route's API, and log it."""
+        log(_in_log(f"refused: {request.url.path}, {status}: {content['error']['message']}"))
         return JSONResponse(in_form(request.url.path, content), status, headers)
 
     @app.exception_handler(RequestValidationError)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pty
 import re
@@ -16,6 +15,9 @@ from pathlib import Path
 
 import pytest
 from command import heed_signals, least_memory, run
+from helpers import add_tokenizer, make_model
+
+from triforce_core.cli.chat.line import whole
 
 BASE = ("--temperature", "0", "-n", "12", "--device", "cpu", "-c", "400")
 COMMANDS = ("--commands",)
@@ -35,13 +37,18 @@ def talk(
     return code, out.splitlines(), err
 
 
+def prefilled(err: str) -> tuple[int, ...]:
+    """The tokens of the last answer that were prefilled, and those reused, as /stats shows them."""
+    shown = " ".join(err.replace("│", " ").split())
+    return tuple(map(int, *re.findall(r"s of prefill \((\d+) tokens, (\d+) more reused\)", shown)))
+
+
 def test_turns_go_on_and_read_only_what_is_new(speaking, capsys, monkeypatch) -> None:
     code, answers, err = talk(capsys, monkeypatch, speaking, "Hello", "And you?", "/stats")
     assert code == 0
     assert len(answers) == 2
-    stats = json.loads(err[err.index("{") : err.rindex("}") + 1])
     # All but the last token of the answer was known, and the template's two around "And you?".
-    assert stats["prompt_tokens"] - stats["reused_tokens"] == len("And you?") + 2 + 1
+    assert prefilled(err)[0] == len("And you?") + 2 + 1
     assert len(re.findall(r"12 tokens, .* tokens/s, .*context \d+ of 400 tokens", err)) == 2
 
 
@@ -97,8 +104,7 @@ def test_a_conversation_is_saved_and_goes_on(
     lines = (f"/load {file}", "And you?", "/stats")
     code, second, err = talk(capsys, monkeypatch, speaking, *lines)
     assert first + second == whole
-    stats = json.loads(err[err.index("{") : err.rindex("}") + 1])
-    assert stats["reused_tokens"] > len("Hello")
+    assert prefilled(err)[1] > len("Hello")
     code, third, _ = talk(capsys, monkeypatch, speaking, "And you?", options=("--load", str(file)))
     assert third == second
 
@@ -109,7 +115,7 @@ def test_a_system_prompt_and_files_are_part_of_it(speaking, capsys, monkeypatch,
     code, plain, _ = talk(capsys, monkeypatch, speaking, "Hello")
     _, system, _ = talk(capsys, monkeypatch, speaking, "Hello", options=("--system", "Short"))
     _, attached, err = talk(capsys, monkeypatch, speaking, f"/file {file}", "Hello")
-    assert "6 tokens, before what you say next" in err
+    assert f"{file}: 6 tokens, before what you say next" in err
     assert len({*plain, *system, *attached}) == 3
     _, cleared, _ = talk(capsys, monkeypatch, speaking, "Hi", "/clear", "Hello")
     assert cleared[1:] == plain
@@ -165,10 +171,66 @@ def test_an_attached_file_has_the_size_limit_of_other_texts(
     assert f"cannot read {file}: it is larger than" in err
 
 
-def test_help_and_exit(speaking, capsys, monkeypatch) -> None:
-    code, answers, err = talk(capsys, monkeypatch, speaking, "/help", "", "/exit", "Hello")
+@pytest.mark.parametrize("lines", [("/help", "/exit"), ("/?", "/bye"), ("/?", "/quit")])
+def test_help_and_exit(speaking, capsys, monkeypatch, lines: tuple[str, str]) -> None:
+    code, answers, err = talk(capsys, monkeypatch, speaking, lines[0], "", lines[1], "Hello")
     assert (code, answers) == (0, [])
     assert "/regenerate" in err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message", "quoted"),
+    [
+        (["Hello"], "Hello", False),
+        (["One\\", "two"], "One\ntwo", False),
+        (["One\\"], "One", False),
+        (['"""One', "", 'two"""', "rest"], "One\n\ntwo", True),
+        (['"""', "/exit", '"""'], "/exit", True),
+        (['"""One line"""'], "One line", True),
+        (['"""', "One", "two"], "One\ntwo", True),
+    ],
+)
+def test_a_message_may_have_several_lines(lines: list[str], message: str, quoted: bool) -> None:
+    first, *others = lines
+    more = iter(others)
+    assert whole(first, lambda: next(more, None)) == (message, quoted)
+
+
+def test_several_lines_are_one_turn(speaking, capsys, monkeypatch, tmp_path) -> None:
+    for lines in (("One\\", "two"), ('"""One', 'two"""')):
+        code, answers, _ = talk(capsys, monkeypatch, speaking, *lines)
+        assert (code, len(answers)) == (0, 1)
+        assert answers == run(capsys, "run", speaking, "One\ntwo", *BASE)[1].splitlines()
+    # Without commands a line of a pipe is text as it is.
+    code, answers, _ = talk(capsys, monkeypatch, speaking, "One\\", "two", commands=())
+    assert (code, len(answers)) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("letters", "said"),
+    [
+        (450, "has 450 tokens, more than the 400 of the context: start with a larger --ctx-size"),
+        (600, "has 600 tokens, more than the 400 of the context: the model has 512 positions"),
+    ],
+)
+def test_a_file_beyond_the_models_positions_is_told_so(
+    speaking, capsys, monkeypatch, tmp_path, letters: int, said: str
+) -> None:
+    (tmp_path / "long").write_text("x" * letters)
+    code, _, err = talk(capsys, monkeypatch, speaking, f"/file {tmp_path / 'long'}")
+    assert (code, said in err) == (2, True), err
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_without_a_chat_template_the_command_that_works_is_named(
+    capsys, monkeypatch, tmp_path, command: str
+) -> None:
+    make_model("llama", tmp_path)
+    add_tokenizer(tmp_path, chat=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    code, out, err = run(capsys, command, tmp_path, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert f"`triforce generate {tmp_path} -p TEXT` continues a text" in err
 
 
 @pytest.mark.slow

@@ -67,10 +67,69 @@ def test_names_of_llama_cpp_do_the_same(speaking, capsys, tmp_path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("Hello")
     ours = run(capsys, "generate", speaking, "--prompt-file", file, *GREEDY, "--max-new-tokens", 9)
-    theirs = run(capsys, "generate", speaking, "-f", file, *GREEDY, "--n-predict", 9, "-t", 1)
+    options = ("--temp", 0, "--n-predict", 9, "-t", 1)
+    theirs = run(capsys, "generate", speaking, "-f", file, *GREEDY, *options)
     assert theirs[:2] == ours[:2]
     commands = _parser()[1]
     assert commands["serve"].parse_args(["x", "-np", "4"]).sequences == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        # What follows an unknown option may be its value.
+        ("generate --gpu rtx4090 x.gguf -p hi", "arguments: --gpu (here it is --device, such as"),
+        # --gpu-layers is itself refused.
+        ("generate x --gpu-layer 3", "unrecognized arguments: --gpu-layer; see"),
+        ("generate x hi", "arguments: hi (-p TEXT gives a prompt, triforce run MODEL TEXT answers"),
+        ("run x -p hi", "unrecognized arguments: -p (here it is the text after MODEL)"),
+        ("run x hi there", "arguments: there (quotes keep the words of a message together)"),
+        ("chat x hi", "arguments: hi (it is triforce run MODEL TEXT, for one answer)"),
+        ("chat x --prompt hi", "(here it is triforce run MODEL TEXT, for one answer)"),
+        ("serve x --sweep gpus", "--sweep (it is an option of triforce plan)"),
+        ("generate x --frobnicate -5", "unrecognized arguments: --frobnicate; see"),
+    ],
+)
+def test_an_unknown_option_is_named_alone_with_what_to_type(capsys, command, said: str) -> None:
+    code, _, err = run(capsys, *command.split())
+    assert (code, said in err) == (2, True), err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("text", "number"), [("128K", 131072), ("32k", 32768), ("300", 300)])
+def test_numbers_of_tokens_may_end_in_k(text: str, number: int) -> None:
+    commands = _parser()[1]
+    for name in ("generate", "run", "chat", "plan", "bench"):
+        model = [] if name == "bench" else ["x"]
+        options = ["-c", text, "--budget", text]
+        if name in ("generate", "run", "chat"):
+            options += ["-n", text]
+        known = vars(commands[name].parse_args([*model, *options]))
+        assert known.get("max_context", known.get("context")) == number, name
+        assert known["budget"] == number, name
+        assert known.get("max_new_tokens", number) == number, name
+
+
+def test_each_help_shows_its_own_defaults() -> None:
+    def shown(name: str) -> str:
+        return " ".join(_parser()[1][name].format_help().split())
+
+    for name, new, context in (
+        ("generate", 256, "prompt and new tokens"),
+        ("chat", 2048, "32768, or the model's positions if fewer"),
+        ("run", 2048, "32768, or the model's positions if fewer"),
+    ):
+        assert f"at most N tokens (default: {new});" in shown(name)
+        assert f"is planned for (default: {context})" in shown(name)
+    assert "is planned for (default: 32768, or" in shown("serve")
+
+
+def test_all_help_is_to_be_had_at_once(capsys) -> None:
+    code, out, _ = run(capsys, "--help-all")
+    assert code == 0
+    for name, command in _parser()[1].items():
+        assert command.format_help(everything=True) in out, name
+    assert run(capsys, "list", "--help-all")[0] == 0
 
 
 def test_new_tokens_of_minus_one_fill_the_context(speaking, capsys, tmp_path) -> None:
@@ -86,7 +145,7 @@ def test_new_tokens_of_minus_one_fill_the_context(speaking, capsys, tmp_path) ->
     stats = json.loads(file.read_text())
     assert stats["prompt_tokens"] + stats["new_tokens"] == 512
     code, _, err = run(capsys, "generate", speaking, "-p", "Hello", *GREEDY, "-n", "-2")
-    assert (code, "1 or more, got -2" in err) == (2, True)
+    assert (code, "-2 is neither 1 or more nor -1, until the text ends" in err) == (2, True)
 
 
 def test_every_prompt_of_a_file_fills_its_own_context(speaking, capsys, tmp_path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from command import run
+
+from triforce_core.model.known.hub_ids import of_ollamas
+from triforce_core.model.known.shapes import read_model
 
 LLAMA = ("llama3.1-8b", "--gpu", "rtx4090", "--context", 8192)
 
@@ -16,6 +20,13 @@ LLAMA = ("llama3.1-8b", "--gpu", "rtx4090", "--context", 8192)
         ((*LLAMA, "--draft", "llama-68m"), "a draft model needs the same tokens"),
         ((*LLAMA, "--device-memory", "80GiB"), "is more than the 22.49 GiB of --gpu rtx4090"),
         ((*LLAMA, "--sweep", "gpus", "--compare", "autoregressive"), "--compare is for one plan"),
+        (
+            ("qwen3-8b", "--gpu", "rtx409"),
+            "nearest: rtx4090, rtx5090, rtx4080 (`triforce plan --help` names all)\n",
+        ),
+        ((*LLAMA, "--acceptance", "most"), "--acceptance: 'most' is not a number"),
+        ((*LLAMA, "--host-bandwidth", "60GB/s", "--host-flops", "fast"), "like 1.5TFLOP/s"),
+        ((*LLAMA, "--host-bandwidth", "60GB/s", "--host-flops", "0"), "must be positive"),
         (("qwen3-8b:Q4KM", "--gpu", "rtx4090"), "'Q4KM' is none of Q2_K"),
     ],
 )
@@ -27,6 +38,49 @@ def test_a_plan_that_could_not_run_is_refused(capsys, arguments, said: str) -> N
 def test_models_of_a_family_may_pad_their_vocabularies_differently(capsys) -> None:
     arguments = ("qwen2.5-72b", "--gpu", "rtx4090", "--context", 4096, "--draft", "qwen3-4b")
     assert run(capsys, "plan", *arguments)[0] == 0
+
+
+def test_shares_and_rates_may_have_units(capsys) -> None:
+    def planned(*options: str) -> str:
+        command = ("plan", *LLAMA, "--method", "triforce", "--host-bandwidth", "60GB/s", *options)
+        code, out, err = run(capsys, *command, "--json")
+        assert code == 0, err
+        return out
+
+    plain = planned("--acceptance", "0.95", "--host-flops", "1.5e12")
+    assert planned("--acceptance", "95%", "--host-flops", "1.5TFLOP/s") == plain
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("qwen3:8b", "qwen3-8b"),
+        ("llama3.1:8b-instruct-q4_K_M", "llama3.1-8b:q4_K_M"),
+        ("qwen3:30b-a3b", "qwen3-30b-a3b"),
+        ("gemma3:270m", "gemma3-270m"),
+        ("qwen3-8b:Q4_K_M", "qwen3-8b:Q4_K_M"),
+        ("nothing:8b", "nothing:8b"),
+        ("qwen3-8b", "qwen3-8b"),
+    ],
+)
+def test_shapes_are_known_by_ollamas_names(name: str, ours: str) -> None:
+    assert of_ollamas(name) == ours
+    if not name.startswith("nothing"):
+        assert read_model(name).config == read_model(ours).config
+
+
+def test_the_plan_of_ollamas_name_is_run_by_a_name_that_a_run_knows(capsys) -> None:
+    _, out, _ = run(capsys, "plan", "qwen3:8b", *LLAMA[1:])
+    assert "Run it: triforce generate Qwen/Qwen3-8B " in out
+
+
+def test_the_smallest_gemma_has_its_published_size(capsys) -> None:
+    config = read_model("gemma3-270m").config
+    numbers = config.vocab * config.hidden + sum(
+        math.prod(shape) for spec in config.layers for shape in spec.shapes(config.hidden).values()
+    )
+    # 268.1 million with the last norm, as the hub says of its file.
+    assert numbers + config.hidden == 268_098_176
 
 
 def test_positions_are_those_of_the_published_files(capsys) -> None:

@@ -53,6 +53,8 @@ def test_a_model_is_not_written_over(speaking, tmp_path, capsys, option: str) ->
         (("generate", "{model}", "-p", "x", "--threads", "99999999999"), "on this machine, got"),
         (("generate", "{model}", "-p", "x", "--draft", "ngrm"), "no file or directory ngrm"),
         (("generate", "{model}", "-p", "x", "-c", "100000"), "--ctx-size 100000 is more than"),
+        (("serve", "{model}", "-c", "50000"), "--ctx-size 50000 is more than the 512 positions"),
+        (("chat", "{model}", "-c", "50000"), "--ctx-size 50000 is more than the 512 positions"),
         (
             ("generate", "{model}", "--prompt-file", "/dev/zero"),
             "from /dev/zero: it is larger than",
@@ -122,8 +124,7 @@ def test_what_the_hub_refuses_is_told(monkeypatch, capsys, said: str, told: str)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-n", "0"], "-n must be 1 or more, got 0"),
-        (["--max-new-tokens=0"], "--max-new-tokens must be 1 or more, got 0"),
+        (["--top-p", "2"], "--top-p must be more than 0 and at most 1, got 2.0"),
         (["--temperature", "-1"], "--temperature must be a finite number, 0 or more, got -1.0"),
         (["--device-memory", "10"], "'10' has no unit: write it like 10GiB"),
     ],

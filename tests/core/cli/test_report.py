@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from command import GREEDY, least_memory, run
+from test_tables import RUN
 
-from triforce_core.cli.terminal.report import accepted_drafts
+from triforce_core.cli.terminal.report import accepted_drafts, print_run
 
 RESIDENT = ("--device-memory", "100MiB")
 
@@ -56,6 +58,14 @@ def test_reused_tokens_are_not_counted_as_prefilled(speaking, capsys, tmp_path) 
     assert (code, "(6 tokens, 5 more reused)" in err) == (0, True), err
 
 
+def test_an_interrupt_before_the_first_token_is_told_as_one(capsys) -> None:
+    stats = RUN | {"new_tokens": 0, "seconds_per_token": None, "finish_reason": "interrupted"}
+    print_run(stats)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "98797 tokens; interrupted after 98.70 s, before the first new token" in said
+    assert "time to first token" not in said
+
+
 def test_one_token_and_one_pass_are_singular(speaking, capsys) -> None:
     """Where all KV is resident the plan counts no blocks of it."""
     options = ("--temperature", "0", "-n", "2", *RESIDENT)
@@ -65,3 +75,15 @@ def test_one_token_and_one_pass_are_singular(speaking, capsys) -> None:
     assert "s of prefill (1 token)" in said
     assert ", 1 pass of 1.00 tokens; stopped at the limit of tokens" in said
     assert "layers' weights resident, all KV resident, " in said
+
+
+def test_a_saved_context_without_a_prompt_says_what_it_needs(
+    speaking, capsys, tmp_path, monkeypatch
+) -> None:
+    file = tmp_path / "context"
+    options = (speaking, *GREEDY, "-c", "100")
+    assert run(capsys, "generate", *options, "-p", "Hello", "--save-context", file)[0] == 0
+    monkeypatch.setattr("sys.stdin", StringIO(""))
+    code, _, err = run(capsys, "generate", *options, "--load-context", file)
+    said = "the prompt is empty; --load-context needs one that begins with the saved text"
+    assert (code, said in err) == (2, True), err

@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 from command import GREEDY, least_memory, run
+from helpers import make_model
 from rich.cells import cell_len
+from safetensors.torch import load_file, save_file
 
 from triforce_core.bench.rows import Row
 from triforce_core.cli import machine
@@ -222,7 +224,11 @@ def test_the_tables_of_a_benchmark_fit(capsys, width: int) -> None:
 
 
 def test_what_a_model_lacks_is_wrapped_in_a_terminal_alone(capsys, monkeypatch, tmp_path) -> None:
-    (tmp_path / "config.json").write_text("{")
+    make_model("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    held = load_file(file)
+    del held["model.norm.weight"]
+    save_file(held, file)
     monkeypatch.setenv("COLUMNS", "60")
     assert len(run(capsys, "verify", tmp_path)[1].splitlines()) == 1
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)

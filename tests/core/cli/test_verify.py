@@ -100,9 +100,10 @@ def test_tensors_that_two_files_hold_and_files_that_are_none(capsys, model) -> N
     lines = found(capsys, model)
     assert lines == [f"{model}: 2 files hold {name}" for name in names[8:10]]
     (model / "a.safetensors").write_bytes(b"damaged")
-    lines = found(capsys, model)
-    assert len(lines) == 1
-    assert "a.safetensors" in lines[0]
+    code, out, err = run(capsys, "verify", model)
+    assert (code, out) == (4, "")
+    assert err.startswith("triforce: ")
+    assert "a.safetensors" in err
 
 
 def test_what_is_no_model_is_usage(capsys, tmp_path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
+from triforce_core.model.known.shapes import read_model
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
 PROMPT, NEW = random_ids(40), 30
@@ -336,6 +337,17 @@ def test_what_is_not_there(tmp_path) -> None:
         Engine.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"holds no model: it has no config\.json"):
         Engine.from_pretrained(tmp_path)
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(b"x")
+    (tmp_path / "m-00002-of-00002.gguf").write_bytes(b"x")
+    for read in (open_checkpoint, lambda path: read_model(str(path))):
+        with pytest.raises(CheckpointError, match=r"m-00001-of-00002\.gguf is a model"):
+            read(tmp_path)
+    config = tmp_path / "config.json"
+    for text, said in (("{}", "a config that names no architecture"), ('{"model_type": "x"}', "x")):
+        config.write_text(text)
+        for read in (open_checkpoint, lambda path: read_model(str(path))):
+            with pytest.raises(UnsupportedModelError, match=rf"{config}: .*{said}"):
+                read(tmp_path)
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(UsageError, match=r"neither a directory nor a \.gguf file"):
         Engine.from_pretrained(tmp_path / "model.bin")

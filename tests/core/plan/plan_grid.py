@@ -28,6 +28,7 @@ _MIXES = [name for name in NAMES if name not in OF_SAFETENSORS]
 NEWER = ("mistral-small3.2", "seed-oss-36b", "glm4-32b", "phi4-14b", "granite3.3-8b", "smollm3-3b")
 RECURRENT = ("qwen3.8-27b", "qwen3.5-9b", "lfm2-1.2b")
 WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")
+SMALL_WINDOWED = ("gemma3-270m",)
 LATEST = ("gemma4-12b",)
 LATEST_SPARSE = ("qwen3-next-80b-a3b", "minimax-m2", "laguna-xs-2.1", "lfm2-8b-a1b")
 _STREAMED = ("qwen3.8-27b:FP8", "qwen2.5-32b:FP8", "qwen2.5-32b:Q8_0", "qwen2.5-32b:Q6_K")
@@ -50,11 +51,11 @@ def cases() -> list[list[str]]:
     came later are drawn after the others, so that these cases stay as they are.
     """
     every = []
-    others = (*NEWER, *WINDOWED, *RECURRENT, *SPARSE, *LATEST)
+    others = (*NEWER, *WINDOWED, *RECURRENT, *SPARSE, *LATEST, *SMALL_WINDOWED)
     first = [name for name in SHAPES if name not in others]
     sparse = [name for name in SPARSE if name not in LATEST_SPARSE]
     later = ((40, NEWER), (30, WINDOWED), (20, RECURRENT), (25, sparse), (3, LATEST))
-    later += ((9, LATEST_SPARSE),)
+    later += ((9, LATEST_SPARSE), (1, SMALL_WINDOWED))
     for count, names in ((COUNT, first), *later):
         draw = random.Random(33)
         some = [[name, "--gpu", "rtx4090"] for name in names]

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import uvicorn
 from helpers import PLACEMENTS
 
 from triforce_core import Engine
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.server.app import make_app
 from triforce_core.server.connections import uvicorn_config
 from triforce_core.server.metrics import Metrics
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording.model_files import ModelFiles
 from triforce_core.server.worker import Worker
 
 CONTEXT = 300
@@ -31,7 +33,7 @@ class Running:
     """gate: the model is not loaded before it is set."""
 
     def __init__(self, model: Path, settings: ServerSettings, **options: Any) -> None:
-        self.settings = settings
+        self.settings, self.model = settings, model
         options = {"device": "cpu", "max_context": CONTEXT, **options}
         self.gate = threading.Event()
         self.gate.set()
@@ -45,7 +47,11 @@ class Running:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.app = make_app(self.worker, settings, metrics)
+        # The lines of refused requests.
+        self.log: list[str] = []
+        with closing(open_checkpoint(model)) as checkpoint:
+            files = ModelFiles.of(checkpoint)
+        self.app = make_app(self.worker, settings, metrics, files, self.log.append)
         config = uvicorn_config(self.app, "127.0.0.1", self.port, log_level="error")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

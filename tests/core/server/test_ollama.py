@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
-from helpers import write_tokens_of_bytes
+from gguf_files import write_gguf
+from helpers import make_model, write_tokens_of_bytes
 from running import HELLO, Running, serving
+from safetensors.torch import load_file
 from tooled import WEATHER, write_tooled
 
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording.model_files import ModelFiles
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +82,44 @@ def test_the_model_is_listed_and_described(tooled: Running) -> None:
 
     (listed,) = get("/api/tags")["models"]
     assert (listed["name"], listed["model"]) == ("tiny", "tiny")
-    assert get("/api/ps")["models"][0]["context_length"] == 2000
+    (loaded,) = get("/api/ps")["models"]
+    assert loaded["context_length"] == 2000
+    file = tooled.model / "model.safetensors"
+    for each in (listed, loaded):
+        assert each["size"] == file.stat().st_size
+        assert re.fullmatch(r"[0-9a-f]{64}", each["digest"])
+    held = sum(tensor.numel() for tensor in load_file(file).values())
+    details = listed["details"]
+    assert details["parameter_size"] == f"{held / 1e6:.2f}M"
+    assert (details["quantization_level"], details["format"]) == ("F32", "safetensors")
     assert tuple(map(int, get("/api/version")["version"].split("."))) >= (0, 6, 4)
     (about,) = post(tooled, "/api/show")
     assert about["capabilities"] == ["completion", "tools", "thinking"]
+    assert about["details"] == details
     assert about["model_info"]["llama.context_length"] == 2000
+    assert about["model_info"]["general.parameter_count"] == held
     assert post(tooled, "/api/show", model="tiny:latest") == [about]
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [(gguf.GGMLQuantizationType.Q8_0, "Q8_0"), (gguf.GGMLQuantizationType.F16, "F16")],
+)
+def test_the_format_of_a_gguf_file_is_told(tmp_path: Path, kind: Any, level: str) -> None:
+    write_gguf(make_model("llama", tmp_path), tmp_path / "m.gguf", kind)
+    with closing(open_checkpoint(tmp_path / "m.gguf")) as checkpoint:
+        files = ModelFiles.of(checkpoint)
+    assert files.details()["quantization_level"] == level
+    assert (files.format, files.nbytes) == ("gguf", (tmp_path / "m.gguf").stat().st_size)
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_empty_fields_of_ollamas_request_nothing(tooled: Running, path: str) -> None:
+    text = {"messages": HELLO} if path.endswith("chat") else {"prompt": "Hello"}
+    options = {"num_predict": 2, "mirostat": 0, "tfs_z": 1, "typical_p": 1, "repeat_last_n": 64}
+    empty = {"context": [], "template": "", "suffix": "", "system": ""}
+    (answer,) = post(tooled, path, **text, **empty, options=options, stream=False)
+    assert answer["eval_count"] == 2
 
 
 @pytest.mark.parametrize(

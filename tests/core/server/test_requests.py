@@ -59,6 +59,18 @@ def refusal(server: Running, path: str, body: Any, **headers: str) -> dict[str, 
         (CHAT, {"messages": ["Hello"]}, "messages.0", "messages.0 must be an object"),
         (CHAT, {"messages": None}, "messages", "messages is missing"),
         (CHAT, {"odd": 1}, "odd", "odd is not supported by this server"),
+        (CHAT, {"temprature": 1}, "temprature",
+         "temprature is not supported by this server (did you mean temperature?)"),
+        (CHAT, {"messages": [{"role": "user", "contents": "x"}]}, "messages.0.contents",
+         "messages.0.contents is not supported by this server (did you mean content?)"),
+        (COMPLETE, {"prompt": "Hi", "mirostat": 2}, "mirostat",
+         "mirostat is not supported by this server"),
+        (CHAT, {"repeat_last_n": 64, "repeat_penalty": 1.1}, "repeat_last_n",
+         "repeat_last_n is not supported by this server"),
+        (CHAT, {"modalities": ["text", "audio"]}, "modalities",
+         "modalities is not supported by this server"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs",
+         "top_logprobs: top_logprobs needs logprobs to be true"),
         (CHAT, {"max_tokens": "x"}, "max_tokens", "max_tokens must be a whole number"),
         (CHAT, {"n": 17}, "n", "n must be 16 or less"),
         (CHAT, {"temperature": [1]}, "temperature", "temperature must be a number"),
@@ -84,6 +96,32 @@ def test_a_refusal_is_one_sentence(
     error = refusal(server, path, body | change)
     assert error["message"] == said
     assert error["param"] == param
+
+
+def test_options_of_other_servers_that_request_nothing_are_taken(server) -> None:
+    nothing = {
+        **{"cache_prompt": True, "add_generation_prompt": True, "modalities": ["text"]},
+        **{"min_tokens": 0, "mirostat": 0, "ignore_eos": False, "typical_p": 1.0, "tfs_z": 1},
+        **{"repeat_last_n": 64, "repeat_penalty": 1.0, "top_logprobs": 0},
+    }
+    body = {"model": "tiny", "max_tokens": 3, "temperature": 0}
+    for path, text in ((CHAT, {"messages": HELLO}), (COMPLETE, {"prompt": "Hi"})):
+        if path == COMPLETE:
+            del nothing["top_logprobs"]
+        answers = []
+        for more in ({}, nothing):
+            status, _, answer = server.ask("POST", path, body | text | more)
+            assert status == 200, answer
+            answers.append(json.loads(answer)["choices"])
+        assert answers[0] == answers[1]
+
+
+def test_the_reason_of_a_refusal_is_logged_on_one_line(server) -> None:
+    before = len(server.log)
+    refusal(server, CHAT, {"model": "tiny", "messages": HELLO, "o\x1b[1m\nd" + "d" * 999: 1})
+    (line,) = server.log[before:]
+    assert line.startswith(f"refused: {CHAT}, 400: o [1m dddd")
+    assert len(line) == 500
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])

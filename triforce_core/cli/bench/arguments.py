@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from triforce_core.bench.settings import TESTS, BenchSettings
-from triforce_core.cli.options import CONTEXT_FLAGS, add_machine_options, add_option
+from triforce_core.cli.options import CONTEXT_FLAGS, add_machine_options, add_option, tokens
 from triforce_core.model.known.shapes import SHAPES
 from triforce_core.settings import DEFAULT_BUDGET
 
@@ -17,7 +17,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("shape", f"{', '.join(SHAPES)}, or a config.json", metavar="SHAPE|FILE")
     add("draft_shape", "shape of the draft model", metavar="SHAPE|FILE|none")
-    add("context", "tokens in the KV cache", flags=CONTEXT_FLAGS, type=int, metavar="N")
+    add("context", "tokens in the KV cache", flags=CONTEXT_FLAGS, type=tokens, metavar="N")
     parser.add_argument(
         "--tests",
         default="all",
@@ -29,7 +29,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "budget",
         f"tokens in the retrieval cache (default: {DEFAULT_BUDGET} or less)",
-        type=int,
+        type=tokens,
         metavar="TOKENS",
     )
     parser.add_argument(

@@ -9,9 +9,19 @@ from triforce_core.cli.generate.arguments import (
     add_model_argument,
     add_reasoning,
 )
+from triforce_core.cli.parser import Parser
+
+# The maximum context length when no --ctx-size is given.
+DEFAULT_CONTEXT = 32768
+CONTEXT_IN_WORDS = f"{DEFAULT_CONTEXT}, or the model's positions if fewer"
+# The default maximum of new tokens for each answer.
+DEFAULT_NEW_TOKENS = 2048
+_ONE_ANSWER = "triforce run MODEL TEXT, for one answer"
 
 
-def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+def add_chat_arguments(parser: Parser) -> None:
+    parser.elsewhere |= dict.fromkeys(("-p", "--prompt"), _ONE_ANSWER)
+    parser.beyond = f"it is {_ONE_ANSWER}"
     add = parser.add_argument
     add_model_argument(parser)
     add("--load", metavar="FILE", help="continue a conversation from /save")
@@ -29,7 +39,7 @@ def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--system", metavar="TEXT", help="system prompt")
     add_reasoning(add)
-    add_decoding_arguments(parser)
+    add_decoding_arguments(parser, DEFAULT_NEW_TOKENS, CONTEXT_IN_WORDS)
     add("--quiet", action="store_true", help="show no progress and no figures")
     add(
         "--color-levels",

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from triforce_core.cli.chat.line import Lines, OneMessage
+from triforce_core.cli.chat.arguments import DEFAULT_CONTEXT, DEFAULT_NEW_TOKENS
+from triforce_core.cli.chat.line import Lines, OneMessage, whole
 from triforce_core.cli.chat.session import ChatSession
 from triforce_core.cli.chat.wrapping import WordWrap
 from triforce_core.cli.codes import INTERRUPTED
-from triforce_core.cli.options import engine_config, sampling_params
+from triforce_core.cli.options import check_ctx_size, engine_config, sampling_params
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.terminal.output import WARNING, TextOutput, announce, say, terminal_columns
 from triforce_core.cli.terminal.progress import ProgressBars
 from triforce_core.cli.terminal.reading import saved_tokens
-from triforce_core.cli.terminal.report import ENDS, accepted_drafts, colored, takes_colors
+from triforce_core.cli.terminal.report import (
+    ENDS,
+    accepted_drafts,
+    colored,
+    print_run,
+    takes_colors,
+)
 from triforce_core.cli.terminal.signals import Stop, ending, exit_code
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.requests.answer.reasoning import variables
 from triforce_core.requests.stream import Completion, Piece, Stream
 from triforce_offload.errors import OutputError, UsageError
 
-# The maximum context length when no --ctx-size is given.
-DEFAULT_CONTEXT = 32768
-# The default maximum of new tokens for each answer.
-DEFAULT_NEW_TOKENS = 2048
 HELP = """\
 /file FILE       attach a text to what you say next
 /regenerate      answer what you said last again
@@ -39,7 +42,9 @@ HELP = """\
 /save FILE       save the conversation, with what was computed for it
 /load FILE       go on with a saved conversation
 /stats           show the figures of the last answer
-/exit            end, as Ctrl-D does; Ctrl-C ends an answer"""
+/exit            end, as /bye, /quit and Ctrl-D do; Ctrl-C ends an answer
+\"""              begin and end a message of several lines; or end lines with \\"""
+_ENDS = ("/exit", "/quit", "/bye")
 
 
 def chat(args: argparse.Namespace) -> int:
@@ -67,12 +72,17 @@ def converse(args: argparse.Namespace, lines: Callable[[], Lines | OneMessage]) 
         model = stack.enter_context(OpenModel.at(args.model, announce=announce))
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
+        if not model.tokenizer.has_chat_template:
+            raise UsageError(
+                f"{args.model} has no chat template, so it answers no messages; "
+                f"`triforce generate {shlex.quote(args.model)} -p TEXT` continues a text"
+            )
         messages = [{"role": "system", "content": args.system}] if args.system else []
         # Reject a chat template that cannot be rendered, before anything is loaded.
         model.tokenizer.render([*messages, {"role": "user", "content": "Hello"}])
         positions = model.checkpoint.config.positions
-        if config.max_context is None:
-            config = replace(config, max_context=min(positions, DEFAULT_CONTEXT))
+        check_ctx_size(config.max_context, positions)
+        config = replace(config, max_context=config.max_context or min(positions, DEFAULT_CONTEXT))
         opened = lines()
         from triforce_core.engine import Engine
 
@@ -114,7 +124,7 @@ class Chat:
             "save": self._save,
             "load": self._load,
             "stats": self._stats,
-            "help": lambda _: say(HELP),
+            **dict.fromkeys(("help", "?"), lambda _: say(HELP)),
         }
 
     def run(self) -> int:
@@ -126,13 +136,13 @@ class Chat:
                 line = self._lines.read(self._status)
             if line is None:
                 break
-            text = line.strip()
-            if self._takes_commands and text in ("/exit", "/quit"):
-                break
-            if not text:
-                continue
             try:
-                self._turn(text)
+                text, is_text = self._whole(line)
+                if self._takes_commands and not is_text and text in _ENDS:
+                    break
+                if not text:
+                    continue
+                self._turn(text, is_text)
             except KeyboardInterrupt:
                 say("interrupted")
                 if not self._lines.terminal:
@@ -146,8 +156,19 @@ class Chat:
             say(f"triforce: {self._output.why}")
         return self._code or self._output.code
 
-    def _turn(self, text: str) -> None:
-        is_command = text.startswith("/")
+    def _whole(self, line: str) -> tuple[str, bool]:
+        """Return the message that begins with a line, and whether it is text whatever it begins
+        with.
+        """
+        if not self._takes_commands:
+            return line.strip(), False
+        # An interrupt discards the message, and in a terminal the chat goes on.
+        with ending():
+            text, is_text = whole(line, lambda: self._lines.read(self._status, goes_on=True))
+        return text.strip(), is_text
+
+    def _turn(self, text: str, is_text: bool) -> None:
+        is_command = text.startswith("/") and not is_text
         if not (is_command and self._takes_commands):
             if is_command:
                 self._say_that_commands_are_text()
@@ -227,7 +248,7 @@ class Chat:
 
     def _attach(self, path: str) -> None:
         tokens = self._session.attach(_needed(path, "/file FILE"))
-        say(f"{tokens:,} tokens, before what you say next")
+        say(f"{path}: {tokens:,} tokens, before what you say next")
 
     def _clear(self, system: str | None) -> None:
         self._session.clear(system)
@@ -244,8 +265,7 @@ class Chat:
     def _stats(self, _: str) -> None:
         if self._last is None:
             raise UsageError("there is no answer yet")
-        about = {k: v for k, v in self._last.stats.items() if k not in ("token_ids", "text")}
-        say(json.dumps(about, indent=2))
+        print_run(self._last.stats)
 
 
 def _needed(text: str, usage: str) -> str:

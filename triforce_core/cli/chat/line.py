@@ -11,6 +11,34 @@ from typing import Any
 from triforce_core.model.tokenizing.tokenizer import check_text
 from triforce_offload.errors import UsageError
 
+_QUOTES = '"""'
+
+
+def whole(line: str, read_more: Callable[[], str | None]) -> tuple[str, bool]:
+    """Return the message that begins with a line, and whether it is quoted, so no command.
+
+    Three quotes begin and end a message of several lines. A backslash at the end of a line adds
+    the next line to the message.
+
+    read_more: returns another line, or None at the end of the input, which ends the message
+    """
+    if line.strip().startswith(_QUOTES):
+        lines, rest = [], line.strip().removeprefix(_QUOTES)
+        while not rest.rstrip().endswith(_QUOTES):
+            lines.append(rest.rstrip("\n"))
+            if (more := read_more()) is None:
+                return "\n".join(lines).strip("\n"), True
+            rest = more
+        lines.append(rest.rstrip().removesuffix(_QUOTES))
+        return "\n".join(lines).strip("\n"), True
+    lines = [line.rstrip("\n")]
+    while lines[-1].endswith("\\"):
+        lines[-1] = lines[-1].removesuffix("\\")
+        if (more := read_more()) is None:
+            break
+        lines.append(more.rstrip("\n"))
+    return "\n".join(lines), False
+
 
 class OneMessage:
     """One message, in place of lines.
@@ -34,7 +62,7 @@ class OneMessage:
     def give_back(self) -> None:
         """Lines.give_back."""
 
-    def read(self, status: Callable[[], str]) -> str | None:
+    def read(self, status: Callable[[], str], *, goes_on: bool = False) -> str | None:
         """Lines.read."""
         text, self._text = self._text, None
         return text
@@ -83,10 +111,11 @@ class Lines:
                 termios.tcsetattr(sys.stdin, termios.TCSANOW, self._modes)
             self._modes = None
 
-    def read(self, status: Callable[[], str]) -> str | None:
+    def read(self, status: Callable[[], str], *, goes_on: bool = False) -> str | None:
         """Return the next line, or None at the end of the input.
 
         status: the text shown below the line
+        goes_on: whether the line continues a message, which Ctrl-C discards: KeyboardInterrupt
         """
         if self._session is None:
             try:
@@ -96,8 +125,11 @@ class Lines:
             return line.removeprefix("\ufeff") if line else None
         while True:
             try:
-                return self._session.prompt("> ", bottom_toolbar=status)
+                shown = "... " if goes_on else "> "
+                return self._session.prompt(shown, bottom_toolbar=status)
             except KeyboardInterrupt:
+                if goes_on:
+                    raise
                 # Discard the typed text, as shells do.
                 continue
             except EOFError:

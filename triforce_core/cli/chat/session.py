@@ -69,9 +69,11 @@ class ChatSession:
             raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
         tokens = len(self.engine.tokenizer.encode(text))
         if tokens > self.most_tokens:
+            positions = self.engine.config.positions
+            larger = f"start with a larger --ctx-size, up to {positions}"
             raise UsageError(
                 f"{path} has {tokens} tokens, more than the {self.most_tokens} of the context: "
-                "start with a larger --ctx-size"
+                + (larger if tokens < positions else f"the model has {positions} positions")
             )
         self._attached.append(f"{Path(path).name}:\n\n{text.rstrip()}\n\n")
         return tokens

@@ -14,9 +14,10 @@ from triforce_core.cli.options import (
     draft_length,
     new_tokens,
     seed,
+    tokens,
     tree_nodes,
 )
-from triforce_core.cli.parser import Options, for_experts
+from triforce_core.cli.parser import Options, Parser, for_experts
 from triforce_core.machine_settings import MachineSettings
 from triforce_core.params import SamplingParams
 from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
@@ -57,16 +58,25 @@ def add_reasoning(add: Callable[..., Any]) -> None:
     )
 
 
-def add_decoding_arguments(parser: argparse.ArgumentParser) -> Options:
-    """Add the options for sampling, decoding and the machine. Return the last group."""
+def add_decoding_arguments(
+    parser: argparse.ArgumentParser, new_tokens_most: int, context: str
+) -> Options:
+    """Add the options for sampling, decoding and the machine. Return the last group.
+
+    new_tokens_most: the command's default for the number of new tokens
+    context: the command's default for the context length, in words
+    """
     group = parser.add_argument_group("sampling")
-    _add_sampling(group)
+    _add_sampling(group, new_tokens_most)
     _add_constraints(group)
-    return add_machine_and_method(parser)
+    return add_machine_and_method(parser, context)
 
 
-def add_machine_and_method(parser: argparse.ArgumentParser) -> Options:
-    """Add the options for decoding and the machine. Return the last group."""
+def add_machine_and_method(parser: argparse.ArgumentParser, context: str) -> Options:
+    """Add the options for decoding and the machine. Return the last group.
+
+    context: the command's default for the context length, in words
+    """
     group = parser.add_argument_group("drafting")
     _add_method(group)
     _add_retrieval(group)
@@ -75,10 +85,9 @@ def add_machine_and_method(parser: argparse.ArgumentParser) -> Options:
         group,
         EngineConfig,
         "max_context",
-        "context length in tokens that memory is planned for (default: prompt and new tokens; chat "
-        "and serve: 32768, or the model's positions if fewer)",
+        f"context length in tokens that memory is planned for (default: {context})",
         flags=CONTEXT_FLAGS,
-        type=int,
+        type=tokens,
         metavar="N",
     )
     add_option(
@@ -92,10 +101,12 @@ def add_machine_and_method(parser: argparse.ArgumentParser) -> Options:
     return group
 
 
-def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+def add_generate_arguments(parser: Parser) -> None:
+    parser.beyond = "-p TEXT gives a prompt, triforce run MODEL TEXT answers a message"
     add_model_argument(parser)
     _add_input(parser)
-    group = add_decoding_arguments(parser)
+    new_tokens_most = SamplingParams.max_new_tokens
+    group = add_decoding_arguments(parser, new_tokens_most, "prompt and new tokens")
     group.add_argument(
         "--plan", metavar="FILE", help="run a plan from `triforce plan --save`; flags override it"
     )
@@ -137,8 +148,8 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     add(
         "--load-context",
         metavar="FILE",
-        help="reuse a context from --save-context; if a prompt begins with its text, only the rest "
-        "is prefilled",
+        help="reuse a context from --save-context: of a prompt that begins with the saved text, "
+        "only the rest is prefilled",
     )
 
 
@@ -151,7 +162,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         help="print JSON lines: each piece of text with its origin, then statistics",
     )
     add("--stats", metavar="FILE", help="write statistics of the run as JSON")
-    add("--save-context", metavar="FILE", help="write the text and its KV, to continue later")
+    add(
+        "--save-context",
+        metavar="FILE",
+        help="write the text and its KV, for --load-context and a prompt that begins with the text",
+    )
     add(
         "--output",
         metavar="FILE",
@@ -194,19 +209,25 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not like 123=-5") from None
 
 
-def _add_sampling(group: Options) -> None:
+def _add_sampling(group: Options, new_tokens_most: int) -> None:
     def add(name: str, text: str, **options: Any) -> None:
         add_option(group, SamplingParams, name, text, **options)
 
     add(
         "max_new_tokens",
-        f"generate at most N tokens (default: {SamplingParams.max_new_tokens}), 2048 in `chat` and "
-        "`run`; -1: until the text ends or the context is full",
+        f"generate at most N tokens (default: {new_tokens_most}); -1: until the text ends or the "
+        "context is full",
         flags=("-n", "--max-new-tokens", "--n-predict"),
         type=new_tokens,
         metavar="N",
     )
-    add("temperature", "0 always takes the most likely token", type=float, metavar="T")
+    add(
+        "temperature",
+        "0 always takes the most likely token",
+        flags=("--temperature", "--temp"),
+        type=float,
+        metavar="T",
+    )
     add(
         "top_p",
         "sample from the smallest set of tokens that has this total probability",
@@ -307,7 +328,7 @@ def _add_method(group: Options) -> None:
         "budget",
         "tokens in the retrieval cache (default: the fastest number on a GPU that `triforce plan` "
         f"knows, else {DEFAULT_BUDGET}, or fewer if memory is short)",
-        type=int,
+        type=tokens,
         metavar="TOKENS",
     )
     add(

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from triforce_core.cli.generate.prompt import read_prompt, tasks_of
 from triforce_core.cli.generate.prompts_file import Answers
-from triforce_core.cli.options import UNTIL_FULL, engine_config, given, sampling_params
+from triforce_core.cli.options import (
+    UNTIL_FULL,
+    check_ctx_size,
+    engine_config,
+    given,
+    sampling_params,
+)
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.terminal.output import WARNING, announce, say
 from triforce_core.cli.terminal.progress import ProgressBars
@@ -62,11 +68,8 @@ def generate(args: argparse.Namespace) -> int:
         new = 1 if until_full else params.max_new_tokens
         check_context(len(token_ids), new, positions, "the model has")
         asked = given(args, EngineConfig).get("max_context")
+        check_ctx_size(asked, positions)
         if asked is not None:
-            if asked > positions:
-                raise UsageError(
-                    f"--ctx-size {asked} is more than the {positions} positions the model has"
-                )
             check_context(len(token_ids), new, asked, "--ctx-size gives")
         needed = min(max(len(token_ids) + new, kept), positions)
         if until_full:

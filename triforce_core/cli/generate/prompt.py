@@ -72,10 +72,15 @@ def read_prompt(args: argparse.Namespace) -> str:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"cannot read the prompt from {args.prompt_file}: {reason}") from error
     elif sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("no prompt: give --prompt, --prompt-file or standard input")
+        raise UsageError(f"no prompt: give --prompt, --prompt-file or standard input{_saved(args)}")
     else:
         prompt = read_stdin()
     if not prompt:
-        raise UsageError("the prompt is empty")
+        raise UsageError(f"the prompt is empty{_saved(args)}")
     check_text(prompt, "prompt")
     return prompt
+
+
+def _saved(args: argparse.Namespace) -> str:
+    """Return what a run with a saved context needs, for an error about its prompt."""
+    return "; --load-context needs one that begins with the saved text" * bool(args.load_context)

@@ -228,6 +228,8 @@ def _unused(engine: Engine, tasks: Sequence[Task]) -> str:
     shared = max(_alike(tokens, task.token_ids) for task in tasks)
     if 2 * shared >= len(tokens):
         return ""
+    if not shared:
+        return ", and none is reused: a prompt must begin with the saved text"
     return f", but the prompt begins with only the first {shared} of them"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from triforce_core.cli.plan.arguments import EXAMPLE_GPUS
 from triforce_core.cli.terminal.console import Printer
 from triforce_core.model.found import hub, ollama
 from triforce_core.model.found.folders import places
@@ -37,7 +38,8 @@ def list_models(args: argparse.Namespace) -> int:
     if found:
         printer.print(_table(found, machine))
         printer.print(
-            "triforce run MODEL talks to one; triforce plan MODEL says how fast it is.",
+            "triforce run MODEL talks to one; triforce plan MODEL"
+            f"{'' if machine.gpus else f' --gpu {EXAMPLE_GPUS[0]}'} says how fast it is.",
             soft_wrap=True,
         )
     else:

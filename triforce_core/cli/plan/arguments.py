@@ -9,6 +9,8 @@ from triforce_core.cli.options import (
     SEQUENCES_FLAGS,
     add_explained_options,
     host_share,
+    share,
+    tokens,
 )
 from triforce_core.cli.parser import for_experts
 from triforce_core.model.known.mixes import NAMES
@@ -35,6 +37,8 @@ from triforce_offload.weights.formats import DTYPES
 
 SWEEPS = ("context", "gpus", "link")
 DEFAULT_CONTEXT = 131072
+# Cards that messages name where any card would do.
+EXAMPLE_GPUS = ("rtx4090", "rtx5090", "rtx3060")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +46,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help=f"one of {', '.join(SHAPES)}; a quantisation may follow, as in qwen3-32b:Q4_K_M "
-        f"({', '.join(NAMES)}); the hub id of one of these models, a config.json, or a .gguf file",
+        f"({', '.join(NAMES)}); Ollama's name, as in qwen3:32b; the hub id of one of these models, "
+        "a config.json, or a .gguf file",
     )
     _add_text(parser)
     _add_hardware(parser)
@@ -57,13 +62,13 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add(
         *CONTEXT_FLAGS,
         dest="context",
-        type=int,
+        type=tokens,
         metavar="N",
         help=f"prompt and new tokens (default: {DEFAULT_CONTEXT}, or what the model has if fewer)",
     )
     add(
         "--new-tokens",
-        type=int,
+        type=tokens,
         default=SamplingParams.max_new_tokens,
         metavar="N",
         help="tokens of the context that are generated",
@@ -78,14 +83,14 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--acceptance",
-        type=float,
+        type=share,
         metavar="A",
         help="share of draft tokens that the target accepts, for a retrieval cache of --budget "
         f"(or {DEFAULT_BUDGET}) tokens (default: {DEFAULT_ACCEPTANCE}, assumed)",
     )
     add(
         "--inner-acceptance",
-        type=float,
+        type=share,
         metavar="A",
         help=f"share of the drafter's tokens that are accepted (default: {NGRAM_ACCEPTANCE} for "
         f"n-grams, {MODEL_ACCEPTANCE} for a small model, assumed)",
@@ -123,9 +128,8 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
     for_experts(
         add(
             "--host-flops",
-            type=float,
-            metavar="N",
-            help="operations per second of the CPU's products, such as 1.5e12; with "
+            metavar="RATE",
+            help="operations per second of the CPU's products, such as 1.5TFLOP/s; with "
             "--host-bandwidth, it may compute weights and KV that would stream",
         )
     )
@@ -145,7 +149,7 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
         help="drafter: MODEL is a small model or an EAGLE-3 head, eagle3 a head of the usual shape "
         "(default: the MTP head of models that have one, else n-grams)",
     )
-    add("--budget", type=int, metavar="TOKENS", help="tokens in the retrieval cache")
+    add("--budget", type=tokens, metavar="TOKENS", help="tokens in the retrieval cache")
     add("--draft-tokens", type=int, metavar="N", help="tokens drafted for each pass")
     add(
         "--inner-draft-tokens", type=int, metavar="N", help="tokens drafted for each retrieval step"

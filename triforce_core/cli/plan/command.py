@@ -7,10 +7,11 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from triforce_core.cli.plan.arguments import DEFAULT_CONTEXT
+from triforce_core.cli.plan.arguments import DEFAULT_CONTEXT, EXAMPLE_GPUS
 from triforce_core.cli.plan.plot import check as check_plot
 from triforce_core.cli.plan.plot import plot
 from triforce_core.cli.plan.report import print_plan, print_sweep
+from triforce_core.cli.plan.run_command import run_command
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import WARNING, say
 from triforce_core.model.checkpoints.eagle3 import eagle3_at, planned_eagle3, typical_eagle3
@@ -53,8 +54,8 @@ from triforce_offload.errors import UsageError
 from triforce_offload.files import Output, check_outputs
 from triforce_offload.kv.sizes import COPY_BYTES
 from triforce_offload.link.trace import write_spans
-from triforce_offload.machine.profiles import Hardware, gpu_names, named, with_link
-from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
+from triforce_offload.machine.profiles import Hardware, named, with_link
+from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes, parse_flops
 from triforce_offload.weights.formats import DTYPES, Dtype
 
 # Models of one family pad their matrices to sizes that differ by no more than this.
@@ -96,7 +97,8 @@ def plan(args: argparse.Namespace) -> int:
             whole["speed_up"] = compared.seconds_per_token / prediction.seconds_per_token
         print(json.dumps(whole, indent=2))
     else:
-        print_plan(chosen.case, args.model, prediction, chosen, compared, args.save)
+        command = run_command(chosen, args)
+        print_plan(chosen.case, args.model, prediction, chosen, compared, command)
     return 0
 
 
@@ -171,7 +173,7 @@ def _host_compute(args: argparse.Namespace) -> float | str:
     if args.host_bandwidth and args.host_flops is None and args.gpu is not None:
         say(
             "the CPU computes nothing in this plan; to let it, give the rate of its products too: "
-            "--host-flops 1.5e12, say",
+            "--host-flops 1.5TFLOP/s, say",
             WARNING,
         )
     return EngineConfig().changed(host_compute=args.host_compute).host_compute
@@ -228,7 +230,7 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
     if args.gpu is None:
         from triforce_offload.machine.probe import this_machine
 
-        hardware = this_machine(args.link_bandwidth, gpu_names(), matrices(config))
+        hardware = this_machine(args.link_bandwidth, EXAMPLE_GPUS, matrices(config))
     else:
         hardware = named(args.gpu, itemsize)
         if args.link_bandwidth:
@@ -259,16 +261,10 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
     if args.host_bandwidth:
         changed["host_bytes_per_second"] = parse_bandwidth(args.host_bandwidth)
     if args.host_flops is not None:
-        changed["host_flops_per_second"] = _positive("--host-flops", args.host_flops)
+        changed["host_flops_per_second"] = parse_flops(args.host_flops)
     if args.disk_bandwidth:
         changed["disk_bytes_per_second"] = parse_bandwidth(args.disk_bandwidth)
     return replace(hardware, **changed)
-
-
-def _positive(flag: str, value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise UsageError(f"{flag} must be positive and finite, got {value:g}")
-    return value
 
 
 def _curve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triforce_core.cli.plan.run_command import on_lines, run_command
+from triforce_core.cli.plan.run_command import on_lines
 from triforce_core.cli.terminal.console import Printer, Row
 from triforce_core.model.known.shapes import read_model
 from triforce_core.plan.simulation.candidates import Candidate
@@ -20,11 +20,11 @@ def print_plan(
     prediction: Prediction,
     chosen: Candidate,
     compared: Prediction | None,
-    saved: str | None,
+    command: str,
 ) -> None:
     """Print the tables of a plan to standard output.
 
-    saved: the file of the plan, if it was saved
+    command: the command that runs the plan
     """
     console = Printer()
     hardware = case.hardware
@@ -44,7 +44,6 @@ def print_plan(
     if case.pieces and chosen.plan.placement.streamed_layers and not chosen.plan.budget:
         line += "; no retrieval level, since weights stream and copies of them do not pay"
     console.print(f"Plan: {line}.")
-    command = run_command(chosen, model, saved)
     for text in on_lines("Run it: ", command, console.width):
         # A path that is longer than a line stays whole, so that the command can be copied.
         console.print(text, soft_wrap=True)
@@ -144,11 +143,7 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
     apart = placement["expert_layers"]
     away = "experts" if apart == layers - resident else "weights or experts" if apart else "weights"
     blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
-    reclaimed, attended = placement["reclaimed_kv_blocks"], placement["processor_kv_blocks"]
-    workspace = "workspace of the prefill"
-    if reclaimed:
-        workspace += f"; afterwards {reclaimed} KV blocks"
-    ends = ", embedding and output" if placement["embedding_resident"] else " and output"
+    attended = placement["processor_kv_blocks"]
     drafting = "drafting"
     if placement["budget"]:
         drafting += f", with a retrieval cache of {placement['budget']} tokens"
@@ -156,7 +151,7 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
     rows: list[Row] = [
         (what, where, format_bytes(memory[size]))
         for what, where, size in (
-            (f"weights of {resident} of {layers} layers{ends}", "device", "weights_bytes"),
+            (_weights_on_device(placement), "device", "weights_bytes"),
             (f"{away} of {streamed} layers", "host, streamed", "streamed_weights_bytes"),
             (f"weights of {in_files} layers", "disk, streamed", "file_weights_bytes"),
             (f"{away} of {by_processor} layers", "host, computed there", "processor_bytes"),
@@ -164,10 +159,7 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
                 f"{placement['expert_slots']} experts of each of these, used last",
                 *("device", "expert_pools_bytes"),
             ),
-            (
-                f"KV: {kept - reclaimed} of {blocks} blocks, and the newest tokens",
-                *("device", "resident_kv_bytes"),
-            ),
+            (_kv_on_device(placement), "device", "resident_kv_bytes"),
             (f"KV: {blocks - kept - attended} blocks", "host, streamed", "streamed_kv_bytes"),
             (f"KV: {attended} blocks", "host, computed there", "processor_kv_bytes"),
             ("KV of layers with a window", "device", "windows_bytes"),
@@ -177,8 +169,8 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
                 *("device", "copy_bytes"),
             ),
             (drafting, "device", "drafting_bytes"),
-            ("slots", "device", "slots_bytes"),
-            (workspace, "device", "workspace_bytes"),
+            ("slots for what streams", "device", "slots_bytes"),
+            ("workspace of the prefill", "device", "workspace_bytes"),
         )
         if memory[size]
     ]
@@ -189,6 +181,25 @@ def _places(prediction: Prediction, gpus: int) -> list[Row]:
         (f"device{each}, of {available}", "", format_bytes(memory["device_bytes"])),
         ("host", "", format_bytes(memory["host_bytes"])),
     ]
+
+
+def _weights_on_device(placement: dict[str, Any]) -> str:
+    layers, resident = placement["layers"], placement["resident_weight_layers"]
+    some = f"{resident} of {layers}" if resident < layers else f"all {layers}"
+    parts = [f"{some} layers"] if resident else []
+    parts += ["embedding"] if placement["embedding_resident"] else []
+    return f"weights of {', '.join(parts)} and output" if parts else "weights of the output"
+
+
+def _kv_on_device(placement: dict[str, Any]) -> str:
+    blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
+    if not blocks:
+        return "KV of all tokens"
+    some = f"{kept} of {blocks} blocks" if kept < blocks else f"all {blocks} blocks"
+    text = f"KV: {some} and the newest tokens"
+    if reclaimed := placement["reclaimed_kv_blocks"]:
+        text += f"; {reclaimed} of the blocks in the workspace, after the prefill"
+    return text
 
 
 def _figures(p: Prediction, case: Case) -> list[Row]:

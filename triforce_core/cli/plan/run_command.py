@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
+from collections.abc import Mapping, Sequence
 
 from rich.cells import cell_len
 
-from triforce_core.model.known.hub_ids import hub_id_of
+from triforce_core.model.found.names import local
+from triforce_core.model.known.hub_ids import hub_id_of, of_ollamas
 from triforce_core.model.known.mixes import OF_SAFETENSORS
+from triforce_core.params import SamplingParams
 from triforce_core.plan.simulation.candidates import Candidate
+from triforce_core.plan.simulation.case import Case
 from triforce_core.settings import AUTO, EAGLE3, MethodSettings
 
 _INDENT = "    "
 
 
-def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
+def run_command(chosen: Candidate, args: argparse.Namespace) -> str:
     """Return a `triforce generate` command, or `serve` for several sequences, that gives the plan
     on the machine it was made for.
 
-    model: the model as the user named it; a known shape is replaced by its hub id
-    saved: the file of the plan, if it was saved
+    args: the arguments of `plan`; the command names a known shape by its hub id, and the file of a
+        saved plan
     """
-    shape, _, mix = model.partition(":")
-    name = hub_id_of(shape) or model
+    on_disk = local(args.model) is not None
+    shape, _, mix = ("", "", "") if on_disk else of_ollamas(args.model).partition(":")
+    name = hub_id_of(shape) or args.model
     if mix:
         name = f"MODEL-{mix.upper()}" if mix.upper() in OF_SAFETENSORS else "MODEL.gguf"
     case, plan = chosen.case, chosen.plan
     words = ["triforce", "generate" if case.sequences == 1 else "serve", name]
-    if saved:
-        return shlex.join([*words, "--plan", saved])
+    if args.save:
+        return _joined(words, {"--plan": args.save} | _limits(args, case))
     flags: dict[str, object] = {"--context": case.context, "--dtype": case.dtype.name}
     if case.sequences > 1:
         flags["--sequences"] = case.sequences
@@ -40,9 +46,27 @@ def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
     flags |= _method_flags(plan.method, budget=plan.budget)
     if plan.placement.copied_layers and plan.method.copy_bits != AUTO:
         flags["--copy-bits"] = plan.method.copy_bits
-    for flag, value in flags.items():
-        words += [flag, str(value)]
-    return shlex.join(words)
+    if args.host_compute != AUTO:
+        flags["--host-compute"] = args.host_compute
+    return _joined(words, flags | _limits(args, case))
+
+
+def _limits(args: argparse.Namespace, case: Case) -> dict[str, object]:
+    """Return the flags that no plan holds, and that a run needs to find the same plan."""
+    flags: dict[str, object] = {
+        "--device-memory": args.device_memory,
+        "--host-memory": args.host_memory,
+    }
+    if case.hardware.emulated:
+        # A run on a GPU rejects a rate, since its link is real.
+        flags["--link-bandwidth"] = args.link_bandwidth
+    if case.sequences == 1 and case.new_tokens != SamplingParams.max_new_tokens:
+        flags["--max-new-tokens"] = case.new_tokens
+    return {flag: value for flag, value in flags.items() if value is not None}
+
+
+def _joined(words: Sequence[str], flags: Mapping[str, object]) -> str:
+    return shlex.join([*words, *(str(each) for flag in flags.items() for each in flag)])
 
 
 def on_lines(label: str, command: str, width: int) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-
 from triforce_core.cli.chat.arguments import add_conversation_arguments
 from triforce_core.cli.generate.arguments import MODEL_HELP
+from triforce_core.cli.parser import Parser
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+def add_run_arguments(parser: Parser) -> None:
+    parser.elsewhere |= dict.fromkeys(("-p", "--prompt"), "the text after MODEL")
+    parser.beyond = "quotes keep the words of a message together"
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "prompt",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triforce_core.cli.chat.arguments import CONTEXT_IN_WORDS
 from triforce_core.cli.generate.arguments import (
     add_machine_and_method,
     add_model_argument,
@@ -66,7 +67,7 @@ def add_serve_arguments(parser: Parser) -> None:
     group.add_argument(
         "--log-requests",
         action="store_true",
-        help="log a line for each request, and one for each text when it ends",
+        help="log a line for each request, why one was refused, and each text when it ends",
     )
     group.add_argument("--quiet", action="store_true", help="log only warnings")
-    add_machine_and_method(parser)
+    add_machine_and_method(parser, CONTEXT_IN_WORDS)

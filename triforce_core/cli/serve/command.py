@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from triforce_core.cli.chat.command import DEFAULT_CONTEXT
-from triforce_core.cli.options import engine_config, given
+from triforce_core.cli.chat.arguments import DEFAULT_CONTEXT
+from triforce_core.cli.options import check_ctx_size, engine_config, given
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.terminal.leaving import leave
 from triforce_core.cli.terminal.output import JSON_LOGGING, WARNING, announce, logs_json, say
@@ -48,6 +48,7 @@ def serve(args: argparse.Namespace) -> int:
         from triforce_core.server.connections import uvicorn_config
         from triforce_core.server.metrics import Metrics
         from triforce_core.server.settings import SUFFIX, ServerSettings
+        from triforce_core.server.wording.model_files import ModelFiles
         from triforce_core.server.worker import Worker
     except ModuleNotFoundError as error:
         raise UsageError(
@@ -71,13 +72,17 @@ def serve(args: argparse.Namespace) -> int:
         if args.log_requests:
             log_text(job, result)
 
+    def log(line: str) -> None:
+        if args.log_requests:
+            say(line, WARNING)
+
     worker = Worker(_loader(model, config), settings.queue, settings.contexts, served)
     if not args.quiet:
         worker.became_ready = announce
     run(
         worker,
         uvicorn_config(
-            make_app(worker, settings, metrics),
+            make_app(worker, settings, metrics, ModelFiles.of(model.checkpoint), log),
             settings.host,
             settings.port,
             log_level="warning" if args.quiet else "info",
@@ -153,10 +158,9 @@ def _open(name: str) -> OpenModel:
 
 def _config(args: argparse.Namespace, model: OpenModel) -> EngineConfig:
     config = of_world(engine_config(args, None))
-    if config.max_context is not None:
-        return config
     positions = model.checkpoint.config.positions
-    return replace(config, max_context=min(positions, DEFAULT_CONTEXT))
+    check_ctx_size(config.max_context, positions)
+    return replace(config, max_context=config.max_context or min(positions, DEFAULT_CONTEXT))
 
 
 @contextmanager

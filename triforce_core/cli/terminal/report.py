@@ -97,6 +97,10 @@ def _speed(stats: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("speed", f"{1 / per_token:.2f} tokens/s ({per_token:.4f} s a token)"))
         passes = f", {_count(stats['passes'], 'pass')} of {stats['tokens_per_pass']:.2f} tokens"
     ended = ENDS.get(stats["finish_reason"], stats["finish_reason"])
+    if not stats["new_tokens"] and stats["finish_reason"] in ("interrupted", "error"):
+        prompt = _count(stats["prompt_tokens"], "token")
+        said = f"{ended} after {seconds['prefill']:.2f} s, before the first new token"
+        return [("prompt", f"{prompt}; {said}")]
     return [
         *rows,
         ("time to first token", f"{seconds['prefill']:.2f} s of prefill ({_prefilled(stats)})"),

@@ -35,7 +35,8 @@ from triforce_core.model.checkpoints.naming.pieces import (
 )
 from triforce_core.model.checkpoints.tables import faults_of_table, table_of
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.families.hf import from_hf, quantised, reads_images
+from triforce_core.model.families.hf import from_file, quantised, reads_images
+from triforce_core.model.found.folders import CONFIG, config_of
 from triforce_core.model.sharing.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
@@ -330,12 +331,8 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     Raises CheckpointError, UnsupportedModelError or UsageError.
     """
     if path.is_dir():
-        if not (path / "config.json").exists():
-            raise CheckpointError(
-                f"{path} holds no model: it has no config.json (a .gguf file is given by its path)"
-            )
-        raw = read_json(path / "config.json")
-        config = from_hf(raw, _optional_json(path / "generation_config.json"))
+        raw = config_of(path)
+        config = from_file(path / CONFIG, raw, _optional_json(path / "generation_config.json"))
         source = SafetensorsSource(path, quantised(raw))
         if reads_images(raw):
             config = text_alone(path, config, source.names())

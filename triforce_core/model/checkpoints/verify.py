@@ -26,14 +26,9 @@ def findings(path: Path, progress: Callable[[str], None] = lambda what: None) ->
     of files (in the hub's cache, or in SHA256SUMS beside the files), and non-finite numbers.
 
     progress: called with the name of each item to be checked
-    Raises UsageError if `path` is not a model at all.
+    Raises UsageError if `path` is not a model at all, and CheckpointError if it cannot be opened.
     """
-    try:
-        checkpoint = open_checkpoint(path, checked=False)
-    except CheckpointError as error:
-        yield str(error)
-        return
-    with closing(checkpoint):
+    with closing(open_checkpoint(path, checked=False)) as checkpoint:
         yield from map(str, checkpoint.faults())
         yield from _twice(checkpoint.files)
         recorded = _recorded(path if path.is_dir() else path.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from triforce_core.model.config import ModelConfig
@@ -101,6 +102,18 @@ def reads_images(raw: Mapping[str, Any]) -> bool:
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
     return isinstance(first, str) and first in _AROUND_TEXT
+
+
+def from_file(path: Path, raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Return `from_hf` of what a config.json holds. Its errors name the file.
+
+    path: the config.json
+    """
+    try:
+        return from_hf(raw, generation)
+    except CheckpointError as error:
+        said = str(error).removeprefix(f"{SOURCE}: ")
+        raise type(error)(f"{path}: {said}") from error
 
 
 def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:

@@ -6,9 +6,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from triforce_offload.checkpoint.gguf import PART
+from triforce_offload.checkpoint.header import read_json
+from triforce_offload.errors import CheckpointError
+
+# Name of the file that describes a model in a folder.
+CONFIG = "config.json"
 
 # Projectors of images and adapters lie beside models and are none.
 _NO_MODEL = re.compile(r"mmproj|-lora", re.IGNORECASE)
@@ -35,11 +39,26 @@ def places() -> list[Place]:
     ]
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return what the config.json of a model's folder holds.
+
+    Raises CheckpointError, which names the folder's .gguf file if that is what it has.
+    """
+    if (folder / CONFIG).exists():
+        return read_json(folder / CONFIG)
+    files = [path for path in models_in(folder, 0) if path != folder]
+    what = f"{files[0]} is a model" if len(files) == 1 else "a .gguf file is given by its path"
+    raise CheckpointError(f"{folder} holds no model: it has no config.json ({what})")
+
+
 def models_in(folder: Path, depth: int) -> Iterator[Path]:
     """Yield the .gguf files and the directories with safetensors in a folder.
 
     Of a file in several parts, only the first is one. Hidden folders are left out.
     """
+    # Imported here, because only folders need the package of GGUF files.
+    from triforce_offload.checkpoint.gguf import PART
+
     if depth < 0:
         return
     try:
@@ -47,7 +66,7 @@ def models_in(folder: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     names = {path.name for path in inside}
-    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+    if CONFIG in names and any(name.endswith(".safetensors") for name in names):
         yield folder
     for path in inside:
         if path.name.startswith("."):

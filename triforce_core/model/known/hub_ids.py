@@ -29,6 +29,7 @@ _MODELS = {
     "microsoft/phi-4": "phi4-14b",
     "ibm-granite/granite-3.3-8b-instruct": "granite3.3-8b",
     "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
+    "google/gemma-3-270m-it": "gemma3-270m",
     "google/gemma-3-4b-it": "gemma3-4b",
     "google/gemma-3-12b-it": "gemma3-12b",
     "google/gemma-3-27b-it": "gemma3-27b",
@@ -80,6 +81,8 @@ _QUANTISED = (
     (r"-fp8([-_]dynamic|-block)?$", "FP8"),
     (r"-nvfp4$", "NVFP4"),
 )
+# Parts of Ollama's tags that say what a model was trained for.
+_TAGS_OF_TEXTS = ("instruct", "chat", "text", "it")
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
     (r"gemma-?3n", "Gemma 3n"),
@@ -125,6 +128,19 @@ def hub_id_of(shape: str) -> str | None:
 def short_names() -> list[str]:
     """Return the names of shapes that stand for a model of the hub."""
     return list(dict.fromkeys(_MODELS.values()))
+
+
+def of_ollamas(name: str) -> str:
+    """Return our name for a known shape that is named as Ollama does: `qwen3:8b` is `qwen3-8b`, and
+    `qwen3:8b-q4_K_M` is `qwen3-8b:q4_K_M`. Any other name is returned as it is.
+    """
+    base, _, tag = name.partition(":")
+    parts = [part for part in tag.split("-") if part.lower() not in _TAGS_OF_TEXTS]
+    for end in range(len(parts), 0, -1):
+        shape = "-".join((base, *parts[:end])).lower()
+        if shape in _MODELS.values():
+            return ":".join((shape, *parts[end:]))
+    return name
 
 
 def unsupported_family(name: str) -> str | None:

@@ -113,6 +113,20 @@ RECENT: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 5e6,
         "tie_word_embeddings": True,
     },
+    "gemma3-270m": _GEMMA3
+    | {
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "sliding_window": 512,
+        "rope_scaling": None,
+    },
     "gemma3-4b": _GEMMA3
     | {
         "hidden_size": 2560,

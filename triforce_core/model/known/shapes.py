@@ -11,10 +11,11 @@ from typing import Any
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.families.hf import from_hf, quantised
+from triforce_core.model.families.hf import from_file, from_hf, quantised
+from triforce_core.model.found.folders import CONFIG, config_of
 from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
-from triforce_core.model.known.hub_ids import like_known, shape_of, unsupported_family
+from triforce_core.model.known.hub_ids import like_known, of_ollamas, shape_of, unsupported_family
 from triforce_core.model.known.mixes import OF_SAFETENSORS, mix_of, pieces_of
 from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
 from triforce_core.model.layers import LayerSpec
@@ -277,14 +278,14 @@ def read_model(name: str) -> Shape:
     """Return the shape of a model.
 
     name: a name of SHAPES or the hub id of such a model, either with a quantisation mix as in
-        `qwen3-32b:Q4_K_M`; a hub id that says that the model is in FP8 or integers of 4 bits; the
-        path of a config.json, of its directory, or of a .gguf file; or a model on this machine by
-        its hub id or Ollama's name
+        `qwen3-32b:Q4_K_M`, or its name as Ollama has it, as in `qwen3:32b`; a hub id that says that
+        the model is in FP8 or integers of 4 bits; the path of a config.json, of its directory, or
+        of a .gguf file; or a model on this machine by its hub id or Ollama's name
 
     Raises UsageError, which suggests the nearest names, UnsupportedModelError, which names the
     family, or CheckpointError.
     """
-    known, _, mix = name.partition(":")
+    known, _, mix = (name if local(name) else of_ollamas(name)).partition(":")
     if not Path(name).expanduser().exists():
         known = shape_of(known) or known
         if known not in SHAPES and cached(name) is None:
@@ -317,7 +318,7 @@ def read_model(name: str) -> Shape:
             f"{name!r} is no file, no directory and none of the known models; "
             f"{nearest(known, SHAPES)} (`triforce plan --help` names all)"
         )
-    return _of_config(read_json(path))
+    return _of_config(read_json(path), path)
 
 
 def _published(name: str) -> int | None:
@@ -325,10 +326,13 @@ def _published(name: str) -> int | None:
     return next(found, None)
 
 
-def _of_config(raw: Mapping[str, Any]) -> Shape:
-    """Return the shape that a config.json describes. Raises as `from_hf` does."""
+def _of_config(raw: Mapping[str, Any], path: Path | None = None) -> Shape:
+    """Return the shape that a config.json describes. Raises as `from_hf` does.
+
+    path: the file, if there is one; errors name it
+    """
     stored = raw.get("dtype", raw.get("torch_dtype"))
-    config = from_hf(raw, {})
+    config = from_file(path, raw, {}) if path else from_hf(raw, {})
     mix = mix_of(quantised(raw))
     pieces = pieces_of(config, mix) if mix else None
     return Shape(config, pieces, stored if isinstance(stored, str) else None)
@@ -336,7 +340,7 @@ def _of_config(raw: Mapping[str, Any]) -> Shape:
 
 def _of_folder(path: Path) -> Shape:
     """Return the shape of a folder with a config.json, and of the weights beside it."""
-    shape = _of_config(read_json(path / "config.json"))
+    shape = _of_config(config_of(path), path / CONFIG)
     if shape.pieces is None or not any(path.glob("*.safetensors")):
         return shape
     with warnings.catch_warnings():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
@@ -15,7 +16,7 @@ from triforce_core.server.messages.schema import (
     Message,
     ResponseFormat,
 )
-from triforce_core.server.messages.strict import JsonObject, Strict, or_says
+from triforce_core.server.messages.strict import REQUEST_NOTHING, JsonObject, Strict, or_says
 from triforce_core.server.messages.tools import CallOfMessage, Function, FunctionCall, Tool
 from triforce_offload.errors import UsageError
 
@@ -50,6 +51,7 @@ class Options(Strict):
     placed it.
     """
 
+    request_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = REQUEST_NOTHING
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -91,6 +93,12 @@ class Options(Strict):
 
 
 class _Asked(Strict):
+    request_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "suffix": ("",),
+        "template": ("",),
+        "context": ([],),
+        "system": ("",),
+    }
     model: str
     options: Options | None = None
     format: _Format | None = None

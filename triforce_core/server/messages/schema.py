@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from triforce_core.params import MOST_LOGPROBS, SamplingParams
-from triforce_core.server.messages.strict import JsonObject, Strict, or_says, text_alone
+from triforce_core.server.messages.strict import (
+    REQUEST_NOTHING,
+    JsonObject,
+    Strict,
+    or_says,
+    text_alone,
+)
 from triforce_core.server.messages.tools import (
     MOST_TOOLS,
     CallOfMessage,
@@ -118,6 +125,7 @@ class StreamOptions(Strict):
 class Sampled(Strict):
     """Fields that chat and completion requests share."""
 
+    request_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = REQUEST_NOTHING
     # None for the model that is served.
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -201,6 +209,13 @@ class ChatRequest(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _of_logprobs(cls, top: int | None, info: ValidationInfo) -> int | None:
+        if top and not info.data.get("logprobs"):
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return top
 
     # Variables of the chat template, whose effect depends on the template.
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None

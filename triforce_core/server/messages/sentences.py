@@ -8,7 +8,7 @@ from typing import Any
 # Wordings by pydantic's error type. Names in braces come from the error's context.
 _WORDS = {
     "missing": "is missing",
-    "extra_forbidden": "is not supported by this server",
+    "unknown": "is not supported by this server{hint}",
     "string_type": "must be a text",
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",

@@ -17,6 +17,7 @@ from triforce_core.server.messages.ollama import (
     OllamaShow,
     same_model,
 )
+from triforce_core.server.wording.model_files import ModelFiles
 from triforce_core.server.wording.ollama import OllamaMessages, OllamaTexts, now
 from triforce_offload.errors import UsageError
 
@@ -26,11 +27,11 @@ _VERSION = "0.9.0"
 _NEVER = "9999-12-31T23:59:59Z"
 
 
-def ollama_routes(asking: Asking) -> APIRouter:
-    """Return the routes under /api."""
+def ollama_routes(asking: Asking, files: ModelFiles) -> APIRouter:
+    """Return the routes under /api. files: what clients are told of the model's files"""
     router = APIRouter(prefix=OLLAMA_PATH.rstrip("/"))
     _add_answers(router, asking)
-    _add_models(router, asking)
+    _add_models(router, asking, files)
     return router
 
 
@@ -66,16 +67,13 @@ def _add_answers(router: APIRouter, asking: Asking) -> None:
         raise UsageError("embeddings are not supported: this server generates text")
 
 
-def _add_models(router: APIRouter, asking: Asking) -> None:
+def _add_models(router: APIRouter, asking: Asking, files: ModelFiles) -> None:
     """Add the routes that describe the model."""
     name, modified = asking.settings.name, now()
 
     def about() -> dict[str, Any]:
-        """Describe the model as far as the server knows it: its file is not its business."""
-        details = {"format": "", "family": "", "families": []}
-        details |= {"parent_model": "", "parameter_size": "", "quantization_level": ""}
         named = {"name": name, "model": name, "modified_at": modified}
-        return {**named, "size": 0, "digest": "", "details": details}
+        return {**named, "size": files.nbytes, "digest": files.digest, "details": files.details()}
 
     @router.get("/tags")
     async def tags() -> dict[str, Any]:
@@ -95,9 +93,10 @@ def _add_models(router: APIRouter, asking: Asking) -> None:
         template = asking.worker.engine.tokenizer.chat_template
         able = {"tools": tool_format(template), "thinking": reasons(template)}
         return {
-            "details": about()["details"] | {"family": family, "families": [family]},
+            "details": files.details(),
             "model_info": {
                 "general.architecture": family,
+                "general.parameter_count": files.parameters,
                 f"{family}.context_length": asking.worker.context_tokens,
             },
             "template": template,
