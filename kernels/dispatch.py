@@ -99,6 +99,18 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "delta_chunks": (_CHUNKS, "recurrent.chunks_triton.chunks", "host.recurrent.chunks"),
     # On a GPU these are PyTorch's operations too.
     "fold_rows": (_FOLD, _FOLD, "host.recurrent.fold"),
+    "silu_of_mean": (
+        "streams.streams.reference_silu_of_mean",
+        "streams.streams_triton.silu_of_mean",
+    ),
+    "mean_of_gated": (
+        "streams.streams.reference_mean_of_gated",
+        "streams.streams_triton.mean_of_gated",
+    ),
+    "add_to_streams": (
+        "streams.streams.reference_add_to_streams",
+        "streams.streams_triton.add_to_streams",
+    ),
     "distribution": (
         "sampling.sampling.reference_distribution",
         "sampling.distribution_triton.distribution",

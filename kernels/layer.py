@@ -25,7 +25,7 @@ def rms_norm(
     place, if given.
 
     x: [rows, width] or [rows, heads, width], with a contiguous last dimension
-    weight: [width]
+    weight: [width], or [heads, width] for a weight of each head, contiguous
     delta: shape of x
     offset: the factors are offset + weight, and the product with them is in float32 (Gemma: 1,
         Gemma 4: 0); None for weights as they are, and a product in x's dtype
@@ -36,7 +36,8 @@ def rms_norm(
     require(
         "rms_norm",
         x.dim() in (2, 3)
-        and weight.shape == x.shape[-1:]
+        and weight.shape in (x.shape[-1:], x.shape[1:])
+        and weight.is_contiguous()
         and alike(x, weight, delta)
         and (delta is None or delta.shape == x.shape),
         x=x,
@@ -180,7 +181,7 @@ def reference_rms_norm(
     if delta is not None:
         x += delta
     if x.dtype.itemsize > 2:
-        return torch.rms_norm(x, weight.shape, weight + offset if offset else weight, eps)
+        return torch.rms_norm(x, x.shape[-1:], None, eps) * (weight + offset if offset else weight)
     exact = x.float()
     scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(eps))
     if offset is not None:

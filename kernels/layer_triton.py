@@ -14,7 +14,7 @@ _COLUMNS = 1024
 
 @triton.jit(do_not_specialize=["heads"])
 def _norm_kernel(
-    x, delta, weight, out, eps, heads, x_row, x_head, d_row, d_head,
+    x, delta, weight, out, eps, heads, x_row, x_head, d_row, d_head, w_head,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +32,7 @@ def _norm_kernel(
     if CENTRED:
         exact = tl.where(inside, exact - tl.sum(exact, 0) / WIDTH, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + head * w_head + column, mask=inside, other=0.0).to(tl.float32)
     if OFFSET is None:
         scaled = (exact * scale).to(item).to(tl.float32) * factor
     else:
@@ -148,6 +148,7 @@ def _norm(
     _norm_kernel[(rows, heads)](
         x, other, weight, out, eps, heads,
         x.stride(0), x.stride(-2), other.stride(0), other.stride(-2),
+        width if weight.dim() == 2 else 0,
         WIDTH=width, COLUMNS=columns, ADD=delta is not None, OFFSET=offset,
         CENTRED=centred,
         num_warps=min(16, max(1, columns // 256)), enable_fp_fusion=True,

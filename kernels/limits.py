@@ -69,9 +69,19 @@ ALIGNED_KEYS = 64
 # Numbers of rows of a prefill, and of keys, whose scores are capped at once. The latter is a
 # multiple of ALIGNED_KEYS.
 CAPPED_ROWS, CAPPED_KEYS = 64, 512
+# Bytes of scores and masks of the rows of a prompt that choose their keys at once.
+SELECTION_BYTES = 64 << 20
 # Number of rows of a prefill that a recurrence computes at once, a multiple of the rows that are
 # folded at a time.
 DELTA_ROWS = 256
+
+
+def selection_bytes(tokens: int, blocks: int, heads: int) -> int:
+    """Return the bytes for a row of a prompt of `tokens` tokens in `blocks` blocks that chooses its
+    keys by `heads` queries: products and scores in float32, which blocks, and which tokens, as
+    whole numbers, as bool, and as what is added to scores.
+    """
+    return tokens * 12 + blocks * (heads * 4 + 16)
 
 
 def most_expert_tiles(rows: int, active: int, count: int) -> int:

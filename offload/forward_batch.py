@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, zip_longest
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from triforce_kernels.attention.attention import PLAIN, Softmax
 from triforce_kernels.attention.dense import DenseKeys
+from triforce_kernels.attention.selection import Selection
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 
@@ -33,6 +35,10 @@ class ForwardBatch:
         last keys each row attends to, [rows, drafted] bool on the device, its own included;
         `parents` is None
     lines: what `lineage` returns, if the host does not know `parents`
+    before: the last tokens before the rows of each sequence, as many as a model asks for, or fewer
+        at the beginning of a text
+    index_rotation: returns cosines and sines of positions for an index of keys, which the model
+        adds
     """
 
     tokens: torch.Tensor
@@ -44,6 +50,8 @@ class ForwardBatch:
     query_scale: torch.Tensor | None = None
     drafted: torch.Tensor | None = None
     lines: torch.Tensor | None = None
+    before: tuple[tuple[int, ...], ...] = ()
+    index_rotation: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @classmethod
     def text(
@@ -54,6 +62,13 @@ class ForwardBatch:
         start: position of the first token, a number or [1] int64 on the device
         """
         return cls(tokens, torch.arange(tokens.shape[0], device=device) + start)
+
+    def after(self, tokens: Sequence[int], end: int, count: int) -> ForwardBatch:
+        """Return the batch of one sequence with the last `count` of the first `end` tokens of its
+        text, which are before it.
+        """
+        before = tuple(tokens[max(0, end - count) : end])
+        return replace(self, before=(before,)) if count else self
 
     @classmethod
     def tree(
@@ -83,6 +98,7 @@ class ForwardBatch:
             torch.cat([batch.positions for batch in batches]),
             None if all(batch.parents is None for batch in batches) else tuple(parents),
             tuple(batch.rows for batch in batches),
+            before=tuple(chain.from_iterable(batch.before for batch in batches)),
         )
 
     @property
@@ -127,6 +143,16 @@ class ForwardBatch:
             return rows.unsqueeze(1) + torch.arange(1 - count, 1, device=device)
         return lines_of(self.parents, count).to(device)
 
+    @property
+    def deepest(self) -> int:
+        """Number of rows of the longest path."""
+        if self.parents is None:
+            return self.end
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return max(depths)
+
     def parts(self, rows: int | None) -> Iterator[ForwardBatch]:
         """Yield the forward batch in parts of `rows` rows; None yields it whole. Raises ValueError
         if a tree, or a batch of several sequences, would have to be cut.
@@ -148,8 +174,8 @@ class ForwardBatch:
         if not self.sequences:
             return (self,)
         batches, first = [], 0
-        for rows in self.sequences:
-            part = self.slice(first, first + rows)
+        for rows, before in zip_longest(self.sequences, self.before, fillvalue=()):
+            part = replace(self.slice(first, first + rows), before=(before,))
             parents = self.parents and tuple(
                 max(-1, parent - first) for parent in self.parents[first : first + rows]
             )
@@ -252,6 +278,21 @@ class Cache(Protocol):
         Raises RuntimeError if there is no room.
         """
 
+    def attend_selected(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        index: torch.Tensor,
+        batch: ForwardBatch,
+        selection: Selection,
+    ) -> torch.Tensor:
+        """Attend as `attend` does, each row to the keys that it chooses by an index, and keep the
+        rows' vectors in it. All KV must be on the device, in no blocks.
+
+        index: [rows, heads of the index + 1, dim]: a row's queries, rotated, and last its vector
+        selection: how rows choose
+        """
+
     def convolve(
         self,
         layer: int,
@@ -261,7 +302,8 @@ class Cache(Protocol):
     ) -> torch.Tensor:
         """Convolve each channel of the last tokens in a recurrent layer, and keep the inputs.
 
-        layer: index among the recurrent layers
+        layer: index among the recurrent layers; the convolution behind n-gram embeddings has the
+            number after these
         inputs: [rows, channels]
 
         Returns [rows, channels]: each row sees the rows it follows and the context.

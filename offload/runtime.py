@@ -12,7 +12,9 @@ from triforce_offload.conveyor import Conveyor
 from triforce_offload.copies import PassCopies
 from triforce_offload.errors import LinkError
 from triforce_offload.kv.caches.processor import ProcessorAttention
+from triforce_offload.kv.index.store import IndexStore
 from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.recent.store import RecentStore
 from triforce_offload.kv.recent.stores import RecentStores
 from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.kv.states.store import StateStore
@@ -122,14 +124,14 @@ class Runtime:
         )
         with ExitStack() as undo:
             undo.callback(kv.close)
-            windows = states = None
-            if needs.windows:
-                windows = WindowStore(needs.windows, needs.max_pass_tokens, self.memory)
-                undo.callback(windows.close)
-            if needs.states:
-                states = StateStore(needs.states, needs.max_pass_tokens, self.memory)
-                undo.callback(states.close)
-            recent = RecentStores(windows, states)
+            shapes = needs.windows, needs.states, needs.ngrams, needs.index
+            kinds = WindowStore, StateStore, StateStore, IndexStore
+            stores: list[RecentStore | None] = []
+            for shape, kind in zip(shapes, kinds, strict=True):
+                stores.append(shape and kind(shape, needs.max_pass_tokens, self.memory))
+                if stores[-1]:
+                    undo.callback(stores[-1].close)
+            recent = RecentStores(*stores)
             sequence = SequenceKV(kv, self._copies, self.memory, plan, recent)
             undo.pop_all()
         return sequence

@@ -155,7 +155,8 @@ def _moved(
 def _computed(model: nn.Module, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What a forward computes, in the order of ForwardBound's fields."""
     hidden: list[torch.Tensor] = []
-    last = getattr(model.model, "norm", None) or model.model.embedding_norm
+    names = "norm", "embedding_norm", "hyper_connection_mixer"
+    last = next(filter(None, (getattr(model.model, name, None) for name in names)))
     hook = last.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     # A cache of its own keeps all tokens of layers with a window too.
     recurrent = set(getattr(model.config, "layer_types", None) or ()) & {"linear_attention", "conv"}

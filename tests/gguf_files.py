@@ -12,6 +12,7 @@ import torch
 from gguf_experts import describe_experts, expert_tensors
 from gguf_latent import describe_latent, latent_tensors
 from gguf_mamba2 import describe_mamba2, of_mamba2, of_shared_mlp
+from gguf_qwen4 import describe_qwen4, qwen4_tensors
 from helpers import full_layers
 
 # Where the half-precision numbers of a block lie, in types that the gguf package does not write.
@@ -50,11 +51,12 @@ _RENAMED = {
     **{"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
     **{"qwen3_5_moe_text": "qwen35moe", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe"},
     **{"gpt_oss": "gpt-oss", "qwen3_next": "qwen3next", "minimax_m2": "minimax-m2"},
+    "qwen4_exp_text": "qwen4exp",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
     **{"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe", "lfm2_moe": "lfm2moe"},
 }
 # Those that the package does not know, and one whose tensors have the same names.
-_NAMED_AS = {"laguna": "qwen3"}
+_NAMED_AS = {"laguna": "qwen3", "qwen4exp": "qwen35moe"}
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h_moe")
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|ffn_down_exps|attn_v)\.weight")
@@ -127,8 +129,10 @@ def _describe_sizes(
     writer.add_head_count(heads)
     if architecture == "gemma4":
         _describe_gemma4(writer, config)
-    elif architecture in ("qwen35", "qwen35moe", "qwen3next", "lfm2", "lfm2moe"):
+    elif architecture in ("qwen35", "qwen35moe", "qwen3next", "qwen4exp", "lfm2", "lfm2moe"):
         _describe_recurrent(writer, config)
+        if architecture == "qwen4exp":
+            describe_qwen4(writer, model)
     elif architecture in ("granitehybrid", "nemotron_h_moe"):
         describe_mamba2(writer, config)
     elif architecture == "deepseek2":
@@ -170,7 +174,13 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
             )
         if architecture in ("gemma2", "gemma3") and "norm" in name:
             array = array + 1
-        if architecture in ("qwen35", "qwen35moe"):
+        if (
+            architecture == "qwen4exp"
+            and (of_parts := qwen4_tensors(config, name, array)) is not None
+        ):
+            tensors |= of_parts
+            continue
+        if architecture in ("qwen35", "qwen35moe", "qwen4exp"):
             name, array = _of_qwen35(config, name, array)
         if architecture == "qwen3next":
             name, array = _of_qwen3next(config, name, array)
@@ -298,7 +308,8 @@ def _describe_recurrent(writer: gguf.GGUFWriter, config: object) -> None:
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    kinds = [kind != "linear_attention" for kind in config.layer_types]
+    writer.add_full_attention_interval(kinds.index(True) + 1)
     if config.model_type == "qwen3_next":
         return
     writer.add_rope_dimension_sections([11, 11, 10, 0])

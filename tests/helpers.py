@@ -56,6 +56,10 @@ def placed(placement: str | Placement, options: dict[str, object]) -> dict[str, 
     return {k: v for k, v in options.items() if k not in dropped} | {"placement": where}
 
 
+# Names of what transformers begins with zeros, or with too little to tell tokens apart.
+_OF_QWEN4 = (".ple.", "hyper_connection", ".indexer.")
+
+
 def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Module:
     """A tiny random model of a family, float32, saved to `directory` and returned."""
     import transformers
@@ -70,7 +74,8 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
     for name, parameter in model.named_parameters():
         # Their norms multiply by 1 + the weights, except those of recurrent layers.
         from_zero = (
-            kind in ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next") and "linear_attn" not in name
+            kind in ("Gemma3", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "Qwen4Exp")
+            and "linear_attn" not in name
         )
         if "norm" in name or name.endswith("bias"):
             mean = float("norm" in name and not from_zero)
@@ -78,6 +83,8 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
         if name.endswith("A_log"):
             # States that remember a hundred tokens.
             torch.nn.init.normal_(parameter, -4.0, 1.0)
+        if any(part in name for part in _OF_QWEN4) and "norm" not in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
         if name.endswith(".D"):
             torch.nn.init.normal_(parameter, 1.0, 0.5)
     for name, tensor in model.state_dict().items():

@@ -11,6 +11,7 @@ from tiny_parts import (
     MOE,
     NEMOTRON,
     QWEN3_5,
+    QWEN4,
     SLIDING,
     YARN,
 )
@@ -319,6 +320,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "granite4-h": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 0, "mamba_n_groups": 1}),
     "granite4-h-moe": ("GraniteMoeHybrid", {**GRANITE4, "num_local_experts": 6}),
     "nemotron_h-moe": ("NemotronH", NEMOTRON),
+    "qwen4_exp-moe": ("Qwen4Exp", QWEN4),
     "nemotron_h-latent-moe": (
         "NemotronH",
         NEMOTRON | {"moe_latent_size": 48, "moe_intermediate_size": 96},
@@ -335,4 +337,6 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),
 }
+# Families whose tokens choose the keys that they attend to: nothing is retrieved for drafts.
+CHOOSE_KEYS = ("qwen4_exp-moe",)
 WITH_EXPERTS = [name for name in FAMILIES if "moe" in name or name == "mixtral"]

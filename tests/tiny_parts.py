@@ -62,6 +62,29 @@ QWEN3_5 = {
     "linear_value_head_dim": 12,
 }
 MOE = {"moe_intermediate_size": 40}
+# Tokens behind the first 19 choose the keys that they attend to.
+QWEN4 = QWEN3_5 | {
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "hc_count": 4,
+    "hc_lowrank": 12,
+    "ple_layer_ids": [3],
+    "ple_embed_dim": 48,
+    "heads_per_ngram": 3,
+    "ngram_vocab_size_base": 50,
+    "split_ngram_parts": 4,
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 16,
+    "indexer_compress_ratio": 4,
+    "output_gate_type": "sigmoid",
+    "eos_token_id": 3,
+}
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,

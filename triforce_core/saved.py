@@ -21,9 +21,8 @@ from triforce_offload.checkpoint.opened import TensorsFile
 from triforce_offload.errors import CheckpointError, UsageError
 from triforce_offload.files import Output
 from triforce_offload.kv.recent.marks import MOST_MARKS
+from triforce_offload.kv.recent.shapes import RecentShape
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.kv.states.shape import StateShape
-from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.weights.formats import dtype_name
 
 _VERSION = "triforce-offload context 2"
@@ -33,6 +32,7 @@ _SUMS = "checksums"
 _HEADER = "header"
 # Names of the tensors of lengths at which there are marks, by the kind of store.
 _LENGTHS = {"window": "marks", "state": "state_marks"}
+_LENGTHS |= {kind: f"{kind}_marks" for kind in ("ngrams", "index")}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
@@ -120,7 +120,7 @@ def _data(header: bytes, tokens: torch.Tensor, saved: Snapshot) -> Iterator[byte
 def reading(
     path: str | Path,
     shape: KVShape,
-    recent: Sequence[WindowShape | StateShape],
+    recent: Sequence[RecentShape],
     model: str,
     vocab: int,
     most: int,
@@ -167,7 +167,7 @@ def reading(
         raise UsageError(f"cannot read a context from {path}: {error}") from error
 
 
-def _marks(file: TensorsFile, shape: WindowShape | StateShape, count: int) -> SavedMarks:
+def _marks(file: TensorsFile, shape: RecentShape, count: int) -> SavedMarks:
     """Read the marks of a store of a context of `count` tokens. Raises UsageError or
     CheckpointError.
     """
@@ -182,7 +182,7 @@ def _marks(file: TensorsFile, shape: WindowShape | StateShape, count: int) -> Sa
 
 
 def _mark(
-    file: TensorsFile, shape: WindowShape | StateShape, index: int, length: int
+    file: TensorsFile, shape: RecentShape, index: int, length: int
 ) -> dict[str, torch.Tensor]:
     """Read the tensors of a mark. Raises UsageError or CheckpointError."""
     names = {name: f"{name}.{index}" for name in shape.mark_tensors(0)}

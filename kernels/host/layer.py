@@ -129,6 +129,7 @@ def _normed(
     call = _norm(kind, x if x.dim() == 3 else x.unsqueeze(1), eps, out)
     weight = weight.contiguous()
     call.weight, call.offset, call.factor = weight.data_ptr(), offset, 1.0
+    call.weight_head = call.width if weight.dim() == 2 else 0
     if delta is not None:
         delta = delta.contiguous()
         call.delta = delta.data_ptr()

@@ -137,7 +137,8 @@ class Norm(ctypes.Structure):
     _fields_ = (
         *((name, _Address) for name in ("x", "out", "delta", "weight")),
         *((name, _Long) for name in ("format", "out_format", "kind", "rows", "heads", "width")),
-        *((name, _Long) for name in ("x_row", "x_head", "out_row", "out_head", "adds")),
+        *((name, _Long) for name in ("x_row", "x_head", "out_row", "out_head")),
+        *((name, _Long) for name in ("weight_head", "adds")),
         *((name, ctypes.c_float) for name in ("eps", "offset", "factor")),
     )
 

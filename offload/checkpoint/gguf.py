@@ -22,6 +22,7 @@ from gguf.quants import dequantize
 
 from triforce_kernels.weights.block_types import BLOCK_TYPES, BlockType
 from triforce_offload.checkpoint.opened import OpenedFile
+from triforce_offload.checkpoint.rows import StoredRows
 from triforce_offload.checkpoint.source import WHOLE, Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -137,6 +138,12 @@ class GGUFSource:
     def without_effect(self, name: str) -> bool:
         """TensorSource.without_effect."""
         return False
+
+    def rows(self, name: str) -> StoredRows:
+        """TensorSource.rows."""
+        entry, shape = self._entries[name], self.shape(name)
+        row_bytes, dtype = entry.nbytes // shape[0], self.dtype(name) or ""
+        return StoredRows(entry.file, shape, entry.start, row_bytes, self.blocks(name), dtype, name)
 
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         elements, nbytes = GGML_QUANT_SIZES[self._entries[name].kind]

@@ -12,6 +12,7 @@ from triforce_offload.checkpoint.opened import Stored, TensorsFile
 from triforce_offload.checkpoint.quantised.floats import SCALE_SUFFIX
 from triforce_offload.checkpoint.quantised.methods import Quantisation
 from triforce_offload.checkpoint.quantised.tensors import quantised_tensors
+from triforce_offload.checkpoint.rows import StoredRows
 from triforce_offload.checkpoint.source import WHOLE, Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -128,6 +129,17 @@ class SafetensorsSource:
         for part, target in zip(blocks.split(step), into.split(step), strict=True):
             decoded = decode(part, kind, into.dtype)
             target.copy_(decoded[:, before : before + columns])
+
+    def rows(self, name: str) -> StoredRows:
+        """TensorSource.rows. Numbers in 8 bits are without their scale."""
+        file, stored = self._tensors[name]
+        dtype = _TORCH_NAMES.get(stored.dtype)
+        if len(stored.shape) != 2 or stored.dtype not in _NUMBERS:
+            raise UnsupportedModelError(
+                f"{file.path}: rows of {name} ({stored.dtype}) are not read"
+            )
+        row_bytes = stored.nbytes // stored.shape[0]
+        return StoredRows(file, stored.shape, stored.start, row_bytes, None, dtype, name)
 
     def whole_numbers(self, name: str) -> torch.Tensor:
         """Return a list of whole numbers, [count] int64. Raises CheckpointError for others."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from triforce_kernels.weights.block_types import BlockType
+    from triforce_offload.checkpoint.rows import StoredRows
 
 
 class Corner(NamedTuple):
@@ -52,6 +53,9 @@ class TensorSource(Protocol):
 
         Raises CheckpointError.
         """
+
+    def rows(self, name: str) -> StoredRows:
+        """Return a matrix that stays in its file. Raises UnsupportedModelError."""
 
     def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         """Copy tensor `name`, or the part that begins at `corner`, converted to the dtype of

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from triforce_offload.kv.index.shape import IndexShape
+from triforce_offload.kv.recent.shapes import RecentShape
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import StateShape
 from triforce_offload.kv.windows.shape import WindowShape
@@ -36,6 +38,8 @@ class Requirements:
     kv_layers: layers that store KV in blocks; None if all do
     windows: geometry of the KV of layers with a window; None if there are none
     states: geometry of the states of recurrent layers; None if there are none
+    ngrams: geometry of the inputs of the convolution behind n-gram embeddings; None without any
+    index: geometry of the index of keys; None without one
     records_passes: whether passes are recorded as CUDA graphs if nothing of them streams
     sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
         gather_bytes are for all sequences, temporaries for one
@@ -60,6 +64,8 @@ class Requirements:
     kv_layers: tuple[int, ...] | None = None
     windows: WindowShape | None = None
     states: StateShape | None = None
+    ngrams: StateShape | None = None
+    index: IndexShape | None = None
     records_passes: bool = False
     sequences: int = 1
 
@@ -101,9 +107,9 @@ class Requirements:
         return self.sequences * self.kv.tail_bytes(self.max_pass_tokens)
 
     @property
-    def recent(self) -> tuple[WindowShape | StateShape, ...]:
-        """Geometry of the stores that hold recent tokens only."""
-        return tuple(filter(None, (self.windows, self.states)))
+    def recent(self) -> tuple[RecentShape, ...]:
+        """Geometry of the stores that hold recent tokens only, or that no pass copies."""
+        return tuple(filter(None, (self.windows, self.states, self.ngrams, self.index)))
 
     @property
     def window_bytes(self) -> int:
@@ -114,10 +120,9 @@ class Requirements:
 
     @property
     def state_bytes(self) -> int:
-        """Device bytes of the states of all sequences."""
-        if self.states is None:
-            return 0
-        return self.sequences * self.states.device_bytes(self.max_pass_tokens)
+        """Device bytes of the states of all sequences, and of what n-grams and an index keep."""
+        shapes = filter(None, (self.states, self.ngrams, self.index))
+        return self.sequences * sum(each.device_bytes(self.max_pass_tokens) for each in shapes)
 
     @property
     def marks_bytes(self) -> int:

@@ -22,7 +22,8 @@ from functools import cached_property
 
 from frame import print_table
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.model.tensors import dense_layouts, kv_shape
+from triforce_core.model.parts.kept import kv_shape
+from triforce_core.model.tensors import dense_layouts
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_core.plan.simulation.acceptance_curve import (
     MODEL_ACCEPTANCE,

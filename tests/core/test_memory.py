@@ -54,6 +54,7 @@ METHODS = [
     *product(("nemotron_h-latent-moe",), ("autoregressive", "ngram", "retrieval")),
     *product(("glm4_lite-moe",), ("autoregressive", "ngram", "model", "retrieval")),
     *product(("deepseek_v3-moe",), ("autoregressive", "retrieval")),
+    *product(("qwen4_exp-moe",), ("autoregressive", "ngram")),
     ("qwen3_5", "mtp"),
     *product(("llama", "gpt-oss-moe"), ("eagle3",)),
     *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe", "laguna-moe"), ("autoregressive", "ngram")),

@@ -48,6 +48,7 @@ from triforce_kernels.recurrent.gates import (
 )
 from triforce_kernels.same_bits import same_bits
 from triforce_kernels.sampling.sampling import accept, distribution, pick
+from triforce_kernels.streams.streams import add_to_streams, mean_of_gated, silu_of_mean
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES, BLOCK_TYPES, HIGH_QUANTS
 from triforce_kernels.weights.blocks import FUSED, BlockWeight, block_matmul, decode
@@ -226,6 +227,11 @@ def launch_others(dtype: torch.dtype) -> None:
         rope_into(empty(17, 21, 576), angles, angles, one, one, start)
         whole = one.to(torch.int8)
         rope_into(empty(17, 21, 576), angles, angles, whole, whole, start, scale)
+    streams = empty(17, 4 * 2560)
+    rms_norm(streams.view(17, 4, -1), streams[:4, :2560].contiguous(), 1e-6, offset=1.0)
+    silu_of_mean(empty(17, 320), 4)
+    mean_of_gated(streams, streams, 4)
+    add_to_streams(streams, empty(17, 4), empty(17, 2560))
     swiglu(empty(17, 22016))
     geglu(empty(17, 22016))
     scores, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)

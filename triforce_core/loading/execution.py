@@ -149,6 +149,11 @@ class Execution:
             StoreParts(KVParts(self.ranks, each.keys), KVParts(self.ranks, each.queries))
             for each in heads
         )
+        # Every rank has all of these.
+        for there, count in ((whole.ngrams, whole.width), (whole.chooses_keys, 1)):
+            if there:
+                own = KVParts(self.ranks, [range(count)] * self.ranks.count)
+                recent.append(StoreParts(own, own))
         return full.keys, tuple(recent)
 
     def _report(self) -> Callable[[], None]:
@@ -298,4 +303,8 @@ class Execution:
             stack.callback(arena.close)
             embedding = layout.views(arena.bytes)["embedding"]
             checkpoint.read("embedding", embedding)
-        return Ends(embedding, tensors["norm"], tensors["head"])
+        if not checkpoint.config.streams:
+            return Ends(embedding, tensors["norm"], tensors["head"])
+        mean = tensors["last_mix_down"], tensors["last_mix_up"]
+        norm, table = tensors["last_mix_norm"], checkpoint.ngram_table()
+        return Ends(embedding, norm, tensors["head"], mean, table)

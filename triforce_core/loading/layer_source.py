@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.parts.ngrams import NGramTable
 from triforce_core.model.sharing.share import Share
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.linear import Weight
@@ -39,6 +40,8 @@ class Readable(Protocol):
     def read(self, name: str, into: Weight) -> None: ...
 
     def rope_factors(self) -> torch.Tensor | None: ...
+
+    def ngram_table(self) -> NGramTable | None: ...
 
     def shared(self, share: Share) -> Readable: ...
 

@@ -144,7 +144,7 @@ def _load(
             )
 
         chosen, drafter = _with_drafter(resolved, drafter, config, ranks)
-        if chosen.memory.weights_file_bytes:
+        if chosen.memory.weights_file_bytes or checkpoint.config.ngrams:
             # The files stay open as long as the models.
             checkpoint = checkpoint.reopened()
             stack.callback(checkpoint.close)

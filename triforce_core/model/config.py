@@ -7,15 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from triforce_core.model.feed_forward import Described
-from triforce_core.model.layers import (
-    Attention,
-    Keeps,
-    LayerSpec,
-    Mixer,
-    NormKind,
-    Recurrent,
-)
+from triforce_core.model.feed_forward import Described, Shapes
+from triforce_core.model.layers import Attention, LayerSpec, Mixer, NormKind, Recurrent
+from triforce_core.model.parts.specs import Keeps, NGrams, Streams
 from triforce_offload.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
@@ -198,6 +192,44 @@ class ModelConfig(Described):
         """One of each kind of layer, in the order in which they first occur."""
         return tuple(dict.fromkeys(self.layers))
 
+    @property
+    def streams(self) -> Streams | None:
+        """The residual streams, None if there is one. All layers have the same."""
+        return self.layers[0].streams
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's hidden states between layers, in all residual streams."""
+        return self.hidden * (self.streams.count if self.streams else 1)
+
+    @property
+    def last_shapes(self) -> Shapes:
+        """Shapes of the tensors between the last layer and the output matrix: of a norm, or of the
+        gated mean of residual streams.
+        """
+        return (
+            self.streams.of_mean(self.hidden, "last") if self.streams else {"norm": (self.hidden,)}
+        )
+
+    @property
+    def ngrams(self) -> NGrams | None:
+        """The n-gram embeddings, None without any. One layer has them."""
+        return next((spec.ngrams for spec in self.layers if spec.ngrams), None)
+
+    @property
+    def chooses_keys(self) -> bool:
+        """Whether tokens choose the keys that they attend to, by an index."""
+        return self.attention.index is not None
+
+    @property
+    def index_rope(self) -> RopeConfig:
+        """Rotary embedding of an index: it rotates as many numbers as of a head."""
+        mixer = self.attention
+        share = self.rope.rotated(mixer.head_dim) / mixer.index.dim
+        return replace(
+            self.rope, parameters={**self.rope.parameters, "partial_rotary_factor": share}
+        )
+
     def rope_of(self, mixer: Attention) -> RopeConfig | None:
         """Return the rotary embedding of a mixer, None if it does not rotate."""
         if not mixer.rotated:
@@ -210,10 +242,16 @@ class ModelConfig(Described):
         """
         return (self.rope_of(mixer), mixer.head_dim) if isinstance(mixer, Attention) else None
 
+    @property
+    def index_rotation(self) -> RotationKind | None:
+        """Likewise, of an index of keys, None without one."""
+        return (self.index_rope, self.attention.index.dim) if self.attention.index else None
+
     @cached_property
     def rotations(self) -> tuple[RotationKind, ...]:
         """The different kinds of cosines and sines that the layers need."""
-        kinds = (self.rotation_of(spec.mixer) for spec in self.distinct_layers)
+        kinds = [self.rotation_of(spec.mixer) for spec in self.distinct_layers]
+        kinds.append(self.index_rotation)
         return tuple(dict.fromkeys(kind for kind in kinds if kind))
 
     def _layers_of(self, keeps: Keeps) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from triforce_kernels.attention.attention import PLAIN, Softmax
+from triforce_kernels.attention.selection import Selection
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import Cache, ForwardBatch
@@ -107,6 +108,26 @@ class CacheElsewhere:
     ) -> torch.Tensor:
         """Cache.attend_window."""
         return self._attended(self._cache.attend_window, layer, qkv, batch, softmax)
+
+    def attend_selected(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        index: torch.Tensor,
+        batch: ForwardBatch,
+        selection: Selection,
+    ) -> torch.Tensor:
+        """Cache.attend_selected."""
+        take, there = self._here.take, qkv.device
+
+        def grouped(means: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            # The weights that make vectors of means are with the layer.
+            means = moved(means, there).to(index.dtype)
+            return take(selection.grouped(means, moved(numbers, there)))
+
+        selection = replace(selection, grouped=grouped)
+        mixed = self._cache.attend_selected(layer, take(qkv), take(index), batch, selection)
+        return moved(mixed, there).to(qkv.dtype)
 
     def dense(self, layer: int, batch: ForwardBatch, *, has_window: bool = False) -> None:
         """Cache.dense: keys are on the device, and the layer is not."""

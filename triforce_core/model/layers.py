@@ -6,23 +6,16 @@ No tensors are created here. Each kind of mixer is a class in this module, and i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 from triforce_core.model.feed_forward import MLP, Described, Shapes
 from triforce_core.model.heads.joins import Join
+from triforce_core.model.parts.recurrent import DeltaNet, Mamba2, ShortConv
+from triforce_core.model.parts.specs import Indexer, Keeps, NGrams, Streams
 from triforce_offload.errors import CheckpointError
 
 _MAX_HEAD_DIM = 1024
-
-
-class Keeps(Enum):
-    """What a mixer keeps of a text: the KV of all its tokens, that of the last ones, or a state."""
-
-    KV = "kv"
-    WINDOW = "window"
-    STATE = "state"
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,12 +42,15 @@ class Attention(Described):
         projected too: in "qkv" the gates of all heads come last
     sinks: whether the softmax of each head has one more column, without a value
     score_cap: scores x become score_cap * tanh(x / score_cap); None for no cap
+    index: by which a token chooses what it attends to; None if it attends to all. In "qkv" its rows
+        come last
     """
 
     _NEWER = frozenset(
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
             *("value_norm", "projects_values", "output_gate", "head_gate", "sinks", "score_cap"),
+            "index",
         }
     )
 
@@ -75,6 +71,7 @@ class Attention(Described):
     head_gate: bool = False
     sinks: bool = False
     score_cap: float | None = None
+    index: Indexer | None = None
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -114,7 +111,7 @@ class Attention(Described):
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""
         qkv = self.queries * (1 + self.output_gate) + self.keys * (1 + self.projects_values)
-        qkv += self.heads * self.head_gate
+        qkv += self.heads * self.head_gate + (self.index.rows if self.index else 0)
         shapes: Shapes = {"qkv": (qkv, hidden)}
         if self.qkv_bias:
             shapes["qkv_bias"] = (qkv,)
@@ -122,6 +119,8 @@ class Attention(Described):
             whole = self.norm_over_heads
             shapes["q_norm"] = (self.queries if whole else self.head_dim,)
             shapes["k_norm"] = (self.keys if whole else self.head_dim,)
+        if self.index:
+            shapes |= {"index_q_norm": (self.index.dim,), "index_k_norm": (self.index.dim,)}
         if self.sinks:
             shapes["sinks"] = (self.heads,)
         shapes["o"] = (hidden, self.queries)
@@ -174,130 +173,6 @@ class LatentAttention(Attention):
         }
 
 
-@dataclass(frozen=True)
-class LinearAttention:
-    """A short convolution of queries, keys and values, and a recurrence over them
-    (`triforce_kernels/recurrent/delta`).
-
-    "decay" is the factor of what the decays go through, below 0.
-
-    key_heads: number of query and key heads; a group of value heads shares each
-    value_heads: number of value heads, each with a state
-    key_dim, value_dim: sizes of the heads
-    taps: number of tokens that the convolution sees, a token's own included
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int
-    keeps: ClassVar[Keeps] = Keeps.STATE
-
-    def __post_init__(self) -> None:
-        """Raise CheckpointError if the numbers of heads are impossible."""
-        if self.value_heads % self.key_heads:
-            raise CheckpointError(
-                f"{self.value_heads} value heads cannot share {self.key_heads} key heads"
-            )
-
-    @property
-    def keys(self) -> int:
-        """Number of columns of all key heads; all query heads have as many."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Number of columns of all value heads."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Number of channels of the convolution: queries, keys and values."""
-        return 2 * self.keys + self.values
-
-
-@dataclass(frozen=True)
-class DeltaNet(LinearAttention):
-    """Gated DeltaNet (Yang et al., 2025): linear attention by the gated delta rule.
-
-    The first matrix, "qkv", projects queries, keys, values, output gates, rates and decays.
-
-    tiled_output: whether the columns of "o" are in the order of GGUF files: the first value head of
-        every key head, then the second of every one, ...
-    """
-
-    tiled_output: bool = False
-
-    def shapes(self, hidden: int) -> Shapes:
-        """Return the shapes of the mixer's tensors. hidden: width of the model"""
-        return {
-            "qkv": (self.channels + self.values + 2 * self.value_heads, hidden),
-            "conv": (self.channels, 1, self.taps),
-            "decay": (self.value_heads,),
-            "decay_bias": (self.value_heads,),
-            "head_norm": (self.value_dim,),
-            "o": (hidden, self.values),
-        }
-
-
-@dataclass(frozen=True)
-class Mamba2(LinearAttention):
-    """Mamba-2 (Dao and Gu, 2024), whose inputs x, B and C are values, keys and queries, and whose
-    groups are key heads.
-
-    The first matrix, "qkv", projects queries, keys, values, output gates and steps, which are rates
-    and give decays. "skip" is the factor of the values that are added to the output. "head_norm"
-    norms what the gates leave of a group of heads.
-
-    conv_bias: whether the convolution has a bias
-    divided_group: whether ranks divide the only group, and its norm needs the sums of all
-    """
-
-    conv_bias: bool = True
-    divided_group: bool = field(default=False, repr=False)
-
-    def shapes(self, hidden: int) -> Shapes:
-        """Return the shapes of the mixer's tensors. hidden: width of the model"""
-        heads = (self.value_heads,)
-        return {
-            "qkv": (self.channels + self.values + self.value_heads, hidden),
-            "conv": (self.channels, 1, self.taps),
-            **({"conv_bias": (self.channels,)} if self.conv_bias else {}),
-            **{"decay": heads, "decay_bias": heads, "skip": heads},
-            "head_norm": (self.values,),
-            "o": (hidden, self.values),
-        }
-
-
-@dataclass(frozen=True)
-class ShortConv:
-    """A gated short convolution (LFM2; Liquid AI, 2025): of three projections, the product of the
-    first and the third is convolved and multiplied by the second.
-
-    channels: number of columns of each projection
-    taps: as in LinearAttention
-    bias: whether the projections and the convolution have a bias
-    """
-
-    channels: int
-    taps: int
-    bias: bool = False
-    keeps: ClassVar[Keeps] = Keeps.STATE
-
-    def shapes(self, hidden: int) -> Shapes:
-        """Return the shapes of the mixer's tensors. hidden: width of the model"""
-        shapes: Shapes = {
-            "qkv": (3 * self.channels, hidden),
-            "qkv_bias": (3 * self.channels,),
-            "conv": (self.channels, 1, self.taps),
-            "conv_bias": (self.channels,),
-            "o": (hidden, self.channels),
-            "o_bias": (hidden,),
-        }
-        return {name: s for name, s in shapes.items() if self.bias or not name.endswith("_bias")}
-
-
 # Mixers that keep a state instead of the KV of tokens.
 Recurrent = DeltaNet | Mamba2 | ShortConv
 Mixer = Attention | Recurrent
@@ -347,9 +222,13 @@ class LayerSpec(Described):
     parallel: whether the MLP has the same input and norm as the mixer, and does not follow it
     output_scale: whether the hidden states after the layer are multiplied by a number of its own
     joins: how it joins tokens with hidden states of another model, if the layer is a head
+    streams: the residual streams, if there are several, in place of norms
+    ngrams: embeddings that are added before the mixer, or None
     """
 
-    _NEWER = frozenset({"norms", "residual_scale", "parallel", "output_scale", "joins"})
+    _NEWER = frozenset(
+        {"norms", "residual_scale", "parallel", "output_scale", "joins", "streams", "ngrams"}
+    )
 
     mixer: Mixer
     mlp: MLP
@@ -358,19 +237,27 @@ class LayerSpec(Described):
     parallel: bool = False
     output_scale: bool = False
     joins: Join | None = None
+    streams: Streams | None = None
+    ngrams: NGrams | None = None
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
 
         hidden: width of the model
         """
-        before = (hidden,) if self.norms.before else None
+        before = (hidden,) if self.norms.before and not self.streams else None
         after = (hidden,) if self.norms.after else None
+        around = {part: {} for part in ("mixer", "mlp")}
+        if self.streams:
+            around = {part: self.streams.shapes(hidden, part) for part in around}
         shapes = {
+            **(self.ngrams.shapes(hidden) if self.ngrams else {}),
+            **around["mixer"],
             "input_norm": before,
             **self.mixer.shapes(hidden),
             "mixer_norm": after,
             "post_norm": None if self.parallel or not self.mlp.width else before,
+            **around["mlp"],
             **self.mlp.shapes(hidden),
             "mlp_norm": after if self.mlp.width else None,
             "output_scale": (1,) if self.output_scale else None,

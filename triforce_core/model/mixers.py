@@ -8,19 +8,14 @@ from typing import Protocol
 
 import torch
 
-from triforce_core.model.layers import (
-    Attention,
-    DeltaNet,
-    LatentAttention,
-    LayerSpec,
-    LinearAttention,
-    Mamba2,
-    ShortConv,
-)
+from triforce_core.model.layers import Attention, LatentAttention, LayerSpec
 from triforce_core.model.norms import Norm
+from triforce_core.model.parts.recurrent import DeltaNet, LinearAttention, Mamba2, ShortConv
 from triforce_kernels.attention.attention import Softmax
+from triforce_kernels.attention.selection import Selection
 from triforce_kernels.elementwise import sigmoid, softplus
 from triforce_kernels.experts.heads import HeadTiles, by_heads
+from triforce_kernels.layer import rms_norm, rotate
 from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
@@ -74,6 +69,10 @@ class AttentionMixer:
     ) -> torch.Tensor:
         """MixerLayer.__call__."""
         spec = self._spec
+        index = None
+        if spec.index:
+            index, projected = projected[:, -spec.index.rows :], projected[:, : -spec.index.rows]
+            projected = projected.contiguous()
         if spec.head_gate:
             head_gate = softplus(projected[:, -spec.heads :].float())
             projected = projected[:, : -spec.heads].contiguous()
@@ -85,15 +84,41 @@ class AttentionMixer:
         if not spec.projects_values:
             heads = torch.cat((heads, heads[:, spec.heads :]), 1)
         self._prepare(w, heads, batch)
-        attend = cache.attend if spec.window is None else cache.attend_window
-        softmax = Softmax(w.get("sinks"), spec.score_cap)
-        mixed = attend(self._kv_layer, heads, batch, softmax)
+        mixed = self._attended(w, heads, index, cache, batch)
         mixed = mixed.transpose(0, 1).reshape(batch.rows, -1)
         if spec.output_gate:
             mixed *= sigmoid(gate)
         if spec.head_gate:
             mixed.unflatten(1, (-1, spec.head_dim)).mul_(head_gate.to(mixed.dtype)[..., None])
         return mixed
+
+    def _attended(
+        self,
+        w: Views,
+        heads: torch.Tensor,
+        index: torch.Tensor | None,
+        cache: Cache,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Return what a cache attends, [heads, rows, head_dim].
+
+        index: products with the rows of an index in "qkv", if there is one
+        """
+        spec = self._spec
+        if index is None:
+            attend = cache.attend if spec.window is None else cache.attend_window
+            softmax = Softmax(w.get("sinks"), spec.score_cap)
+            return attend(self._kv_layer, heads, batch, softmax)
+        parts = index.unflatten(1, (-1, spec.index.dim)).contiguous()
+        queries = self._norm(parts[:, :-1].contiguous(), w["index_q_norm"])
+        parts[:, :-1] = _rotated(queries, batch.index_rotation(batch.positions))
+
+        def grouped(means: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+            turning = batch.index_rotation(numbers * spec.index.block)
+            return _rotated(self._norm(means, w["index_k_norm"]).unsqueeze(1), turning).squeeze(1)
+
+        selection = Selection(spec.index.budget, spec.index.block, grouped)
+        return cache.attend_selected(self._kv_layer, heads, parts, batch, selection)
 
     def _prepare(self, w: Views, heads: torch.Tensor, batch: ForwardBatch) -> None:
         """Norm queries, keys and values and scale queries, in place, as far as the layer does.
@@ -146,6 +171,11 @@ def _mean_over_ranks(ranks: Ranks, parts: Sequence[torch.Tensor]) -> torch.Tenso
         sums[-1, index] = part.shape[1]
     ranks.sum(sums)
     return sums[:-1] / sums[-1]
+
+
+def _rotated(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return heads [rows, heads, dim] rotated. rotation: cosines and sines, [rows, dim] each"""
+    return rotate(heads, *(each.unsqueeze(1) for each in rotation))
 
 
 class LatentMixer:
@@ -236,7 +266,11 @@ class DeltaNetMixer(_LinearMixer):
         gates = delta_gates(decays, rates, w["decay"], w["decay_bias"])
         rows = DeltaRows(*self._heads(mixed), *gates)
         out = cache.recur(self._place, rows, batch)
-        gated = gated_norm(out, w["head_norm"], gate, self._norm.eps)
+        if spec.sigmoid_gate:
+            normed = rms_norm(out, w["head_norm"], self._norm.eps).flatten(1)
+            gated = (normed.float() * sigmoid(gate.float())).to(out.dtype)
+        else:
+            gated = gated_norm(out, w["head_norm"], gate, self._norm.eps)
         if spec.tiled_output:
             heads = gated.view(batch.rows, spec.key_heads, -1, spec.value_dim)
             gated = heads.transpose(1, 2).reshape(gated.shape)

@@ -216,7 +216,7 @@ def mlp_layer(
     """
     if isinstance(spec.mlp, NoMLP):
         return _no_mlp
-    mlp: MLPLayer = _KINDS[type(spec.mlp)](spec.mlp, norm, sums)
+    mlp = mlp_alone(spec, norm, sums)
 
     def layer(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor | None:
         if spec.parallel:
@@ -229,6 +229,11 @@ def mlp_layer(
         return mlp(w, normed, hidden)
 
     return layer
+
+
+def mlp_alone(spec: LayerSpec, norm: Norm, sums: Sums) -> MLPLayer:
+    """Return the computation of a layer's MLP without its norm. See `mlp_layer`."""
+    return _KINDS[type(spec.mlp)](spec.mlp, norm, sums)
 
 
 _KINDS: dict[type, Callable[..., MLPLayer]] = {

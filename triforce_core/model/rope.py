@@ -62,6 +62,12 @@ class Rope:
             for kind, table in self._tables.items()
         }
 
+    def rotation_of(
+        self, kind: RotationKind, positions: torch.Tensor, like: torch.Tensor
+    ) -> Rotation:
+        """Return cosines and sines of one kind, as `rotations` does."""
+        return self._tables[kind].rotation(positions, like)
+
     def query_scale(self, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
         """Return factors of the queries at positions [rows], in the dtype of `like`, or None.
 

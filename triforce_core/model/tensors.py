@@ -10,13 +10,10 @@ from math import prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS, EXPERT_TENSORS
-from triforce_core.model.layers import FLOAT32_PARTS, LinearAttention, ShortConv
+from triforce_core.model.layers import FLOAT32_PARTS
 from triforce_core.model.sharing.share import Pieces
 from triforce_kernels import limits
 from triforce_kernels.weights.block_types import BlockType
-from triforce_offload.kv.shape import KVShape
-from triforce_offload.kv.states.shape import StateShape
-from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.weights.formats import (
     FLOAT32,
     Dense,
@@ -162,7 +159,7 @@ def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
     layers = {spec: _dense(spec.shapes(hidden), dtype) for spec in config.distinct_layers}
     return Layouts(
         tuple(layers[spec] for spec in config.layers),
-        _dense({"norm": (hidden,), "head": ends}, dtype),
+        _dense({**config.last_shapes, "head": ends}, dtype),
         None if config.tied else _dense({"embedding": ends}, dtype),
     )
 
@@ -278,7 +275,7 @@ def _layouts(config: ModelConfig, dtype: ElementType, matrix_format: MatrixForma
             layout(spec.shapes(hidden), prefix=f"layers.{i}.")
             for i, spec in enumerate(config.layers)
         ),
-        layout({"norm": (hidden,), "head": ends}),
+        layout({**config.last_shapes, "head": ends}),
         None if config.tied else layout({"embedding": ends}),
     )
 
@@ -364,34 +361,3 @@ def _sizes(layers: Sequence[FlatLayout], *, drafts: bool = False) -> tuple[float
 def _mean(numbers: Iterable[int]) -> float:
     counted = list(numbers)
     return sum(counted) / len(counted)
-
-
-def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:
-    """Return the KV shape of the full-attention layers."""
-    heads = config.attention
-    layers, sides = len(config.kv_layers), heads.sides
-    return KVShape(layers, heads.kv_heads, heads.head_dim, block_tokens, dtype, sides=sides)
-
-
-def window_shape(config: ModelConfig, tokens: int, dtype: ElementType) -> WindowShape | None:
-    """Return the KV shape of the layers with a window, None if there are none.
-
-    tokens: number of tokens of the longest sequence
-    """
-    if (mixer := config.windowed) is None:
-        return None
-    layers = len(config.window_layers)
-    return WindowShape(layers, mixer.kv_heads, mixer.head_dim, mixer.window, dtype, tokens)
-
-
-def state_shape(config: ModelConfig, dtype: ElementType) -> StateShape | None:
-    """Return the shape of the states of recurrent layers, None if there are none."""
-    layers = len(config.recurrent_layers)
-    match config.recurrent:
-        case LinearAttention() as mixer:
-            heads = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
-            return StateShape(layers, mixer.channels, mixer.taps, dtype, *heads)
-        case ShortConv() as mixer:
-            return StateShape(layers, mixer.channels, mixer.taps, dtype)
-        case _:
-            return None

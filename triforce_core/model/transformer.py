@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,6 +17,9 @@ from triforce_core.model.layers import LayerSpec
 from triforce_core.model.mixers import mixer_layer
 from triforce_core.model.mlps import mlp_layer
 from triforce_core.model.norms import Norm
+from triforce_core.model.parts.layers_of_streams import LayersOfStreams
+from triforce_core.model.parts.ngrams import NGramTable
+from triforce_core.model.parts.streams import gated_mean, normed_streams
 from triforce_core.model.rope import Rope
 from triforce_kernels.dispatch import HOST, TRITON, backend
 from triforce_kernels.elementwise import tanh
@@ -33,8 +37,11 @@ class Ends:
     """The weights before the first layer and after the last.
 
     embedding: [rows, hidden], on the device or in host memory
-    norm: [hidden], on the device
+    norm: [hidden], or of all residual streams, on the device
     head: [rows, hidden], on the device
+    mean: matrices of the gated mean of residual streams, which narrow and widen; None if there is
+        one stream
+    ngrams: the table of n-gram embeddings, or None
     first: token of the first row, if ranks share the vocabulary
     widths: number of rows of each rank
     """
@@ -42,6 +49,8 @@ class Ends:
     embedding: Weight
     norm: torch.Tensor
     head: Weight
+    mean: tuple[Weight, Weight] | None = None
+    ngrams: NGramTable | None = None
     first: int = 0
     widths: Sequence[int] = ()
 
@@ -88,6 +97,7 @@ class Model:
         ]
         self._sums = Sums(self.ranks, ends.norm.dtype)
         self._mlps = [mlp_layer(spec, self._norm, self._sums) for spec in config.layers]
+        self._streams = config.streams and LayersOfStreams(config, self._norm, self._sums)
 
     def for_drafts(self) -> Model:
         """Return this model without the same bits, which drafts need not have, where they cost
@@ -104,7 +114,7 @@ class Model:
         """Whether a forward can be recorded as a graph: the host computes no part of it but
         embeddings (`embeds_apart`).
         """
-        if self.rope.needs_host or backend(self.device) == HOST:
+        if self.rope.needs_host or backend(self.device) == HOST or self.config.chooses_keys:
             return False
         # Without kernels, the host chooses the experts to multiply by.
         experts = any(spec.mlp.active for spec in self.config.layers)
@@ -138,6 +148,8 @@ class Model:
         """
         with same_bits(self._same_bits):
             hidden = self.embed(batch.tokens) if embedded is None else embedded
+            if self.config.streams:
+                hidden = hidden.repeat(1, self.config.streams.count)
             return self._forward(hidden, batch, weights, cache, chunk, each_layer, taps)
 
     def _forward(
@@ -153,7 +165,8 @@ class Model:
         """`forward`."""
         rotated = self._rotated(batch, hidden)
         parts = {kind: list(each.parts(chunk)) for kind, each in rotated.items()}
-        here = Place(hidden.device, hidden.dtype)
+        here, ngrams = Place(hidden.device, hidden.dtype), self.ends.ngrams
+        of_ngrams = ngrams.rows_of(batch) if ngrams else None
         through = CacheElsewhere(cache, here)
         for index, spec in enumerate(self.config.layers):
             if taps is not None:
@@ -164,6 +177,10 @@ class Model:
                 keeps = through if layer.by_processor else cache
                 for part in parts[self.config.rotation_of(spec.mixer)]:
                     rows, part = hidden[part.first : part.end], batch_on(part, hidden.device)
+                    if spec.ngrams:
+                        found = ngrams.looked_up(of_ngrams[part.first : part.end], hidden.dtype)
+                        found = found.to(hidden.device)
+                        self._streams.add_ngrams(layer, rows, found, keeps, part)
                     self._layer(index, layer, rows, keeps, part)
             if each_layer is not None:
                 each_layer(index)
@@ -183,12 +200,18 @@ class Model:
         return self.scores(self.normed(hidden))
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [tokens, hidden] after the final norm."""
-        return self._norm(hidden, self.ends.norm)
+        """Return hidden states [tokens, hidden] after the final norm, or the gated mean of residual
+        streams.
+        """
+        ends, streams = self.ends, self.config.streams
+        if ends.mean is None:
+            return self._norm(hidden, ends.norm)
+        normed = normed_streams(self._norm, hidden, ends.norm, streams.count)
+        return gated_mean(normed, *ends.mean, streams.count)
 
     def no_states(self) -> torch.Tensor:
         """Return hidden states of no tokens, [0, hidden]."""
-        return self.ends.norm.new_empty(0, self.config.hidden)
+        return self.ends.norm.new_empty(0, self.config.width)
 
     def taps(self, layers: Sequence[int], *rows: range) -> Taps | None:
         """Return taps for a forward of which some rows are copied; None if no layer is tapped."""
@@ -214,6 +237,9 @@ class Model:
         """Return the batch as each kind of layer takes it. hidden: gives dtype and device"""
         batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
         rotations = self.rope.rotations(batch.positions, hidden)
+        if index := self.config.index_rotation:
+            turning = partial(self.rope.rotation_of, index, like=hidden)
+            batch = replace(batch, index_rotation=turning)
         kinds = {kind: replace(batch, rotation=each) for kind, each in rotations.items()}
         return {None: batch, **kinds}
 
@@ -247,6 +273,9 @@ class Model:
 
         mixes: input of the mixer, if it is not `hidden`
         """
+        if self._streams:
+            self._streams.run(index, w, hidden, self._mixers[index], cache, batch)
+            return
         whole = self._fused(index, w).whole
         alone = mixes is None and self.ranks.count == 1
         if not (whole and alone and whole.run(hidden, cache, batch)):

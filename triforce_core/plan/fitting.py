@@ -79,6 +79,10 @@ def fit(
     """
     method = sizes.method
     drafts = method.method == "triforce" and most_budget != 0
+    if sizes.config.chooses_keys:
+        if method.budget is not None:
+            raise needs_keys(method.budget, sizes.config.family)
+        drafts = False
     if drafts and method.budget is not None:
         _check_cache(sizes, method.budget, available_bytes)
     if placement is not None:
@@ -293,6 +297,14 @@ def needs_weights(budget: int, streamed: int) -> UsageError:
     return UsageError(
         f"a retrieval budget of {budget} tokens needs all weights on the device, themselves, their "
         f"high bits or copies, and the placement streams {streamed} layers"
+    )
+
+
+def needs_keys(budget: int, family: str) -> UsageError:
+    """Return the error for a retrieval budget where tokens choose the keys that they attend to."""
+    return UsageError(
+        f"a retrieval budget of {budget} tokens is of no use to a {family} model, whose tokens "
+        "choose the keys that they attend to by themselves; leave --budget out"
     )
 
 

@@ -225,11 +225,12 @@ def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
     Raises UsageError.
     """
     asked, device = config.same_bits, sizes.device
-    if sizes.config.caps_scores:
+    if sizes.config.caps_scores or sizes.config.chooses_keys:
         if asked == ON:
+            what = "caps scores of" if sizes.config.caps_scores else "chooses the keys of"
             raise UsageError(
-                f"--same-bits on is not supported for {sizes.config.family} models: no kernel caps "
-                "scores of attention, and rounding depends on the number of rows without one"
+                f"--same-bits on is not supported for {sizes.config.family} models: no kernel "
+                f"{what} attention, and rounding depends on the number of rows without one"
             )
         return sizes
     if config.uses_processor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import kv_shape
+from triforce_core.model.parts.kept import kv_shape
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 

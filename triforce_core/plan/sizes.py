@@ -7,16 +7,20 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.parts.kept import (
+    index_shape,
+    kv_shape,
+    ngram_shape,
+    state_shape,
+    window_shape,
+)
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import (
     Layouts,
     copy_layouts,
     dense_layouts,
     drafter_layouts,
-    kv_shape,
     matrices,
-    state_shape,
-    window_shape,
 )
 from triforce_core.plan.levels import (
     LONGEST_RECORDED,
@@ -26,7 +30,7 @@ from triforce_core.plan.levels import (
     small_model_parts_bytes,
 )
 from triforce_core.plan.machine import Device
-from triforce_core.plan.product_bytes import (
+from triforce_core.plan.temporaries.product_bytes import (
     decode_bytes,
     groups_bytes,
     host_product_bytes,
@@ -34,7 +38,7 @@ from triforce_core.plan.product_bytes import (
     split_bytes,
     widened_bytes,
 )
-from triforce_core.plan.workspace import (
+from triforce_core.plan.temporaries.workspace import (
     GRAPH_LIBRARY_BYTES,
     distribution_bytes,
     forward_bytes,
@@ -198,6 +202,8 @@ class ModelSizes:
             kv_layers=config.kv_layers,
             windows=window_shape(config, self.max_context, self.dtype),
             states=state_shape(config, self.dtype),
+            ngrams=ngram_shape(config, self.dtype),
+            index=index_shape(config, self.max_context, self.dtype),
             context_tokens=self.max_context,
             max_pass_tokens=verified,
             drafting_bytes=self._drafting_bytes(shape, budget),
@@ -245,10 +251,12 @@ class ModelSizes:
     def _records_passes(self, budget: int) -> bool:
         """Whether passes without a retrieval level are recorded. They are not if rows are to keep
         their bits: attention in recorded forwards was not shown to keep them. Nor are they without
-        a kernel that ends where the keys do: others read all that there is room for.
+        a kernel that ends where the keys do: others read all that there is room for, and those that
+        rows choose are found by the host too.
         """
         may = self.records_passes and self.graphs and self.device.kernels
-        plain = not self.same_bits and self.config.attention.score_cap is None
+        chooses = self.config.chooses_keys
+        plain = not (self.same_bits or chooses) and self.config.attention.score_cap is None
         return may and plain and not budget
 
     def _product_bytes(self, tokens: int) -> int:
@@ -306,6 +314,10 @@ class ModelSizes:
 
     def _kv_shape(self) -> KVShape:
         shape, chunk = kv_shape(self.config, 1, self.dtype), self.method.chunk_size
+        if self.config.chooses_keys:
+            # All KV is on the device in one piece, from which rows take what they choose.
+            whole = self.max_context + 1
+            return replace(shape, block_tokens=whole, text_tokens=self.max_context)
         tokens = self.block_tokens or max(
             chunk, choose_block_tokens(shape.token_bytes, self.max_context, self.device.copy_bytes)
         )

@@ -126,8 +126,8 @@ typedef struct {
 /* Norms of rows of `heads` heads of x, over `width` numbers of `format`, F32, F16 or BF16.
 
    delta: added to x first, in place, [rows, heads, width]; NULL for nothing
-   weight: [width]; NULL for ones
-   x_row, ...: numbers from a row or a head to the next
+   weight: [width], or [heads, width]; NULL for ones
+   x_row, ...: numbers from a row or a head to the next; weight_head: 0 if all have one weight
    adds: whether the results are added to `out`
    kind: NORM_RMS rounds before the product with the weight, NORM_RMS_FLOAT32 and NORM_LAYER do not;
        NORM_UNIT makes rows of length 1, with `eps` added to the square of the length
@@ -136,7 +136,8 @@ enum { NORM_RMS, NORM_RMS_FLOAT32, NORM_LAYER, NORM_UNIT };
 typedef struct {
     uint8_t *x, *out;
     const uint8_t *delta, *weight;
-    int64_t format, out_format, kind, rows, heads, width, x_row, x_head, out_row, out_head, adds;
+    int64_t format, out_format, kind, rows, heads, width, x_row, x_head, out_row, out_head,
+        weight_head, adds;
     float eps, offset, factor;
 } Norm;
 

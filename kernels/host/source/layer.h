@@ -57,6 +57,7 @@ INLINE void norm_row(const Norm *p, int64_t format, int64_t row, int64_t head) {
     uint8_t *x = p->x + (row * p->x_row + head * p->x_head) * size;
     uint8_t *out = p->out + (row * p->out_row + head * p->out_head) * size_of(p->out_format);
     const uint8_t *delta = p->delta ? p->delta + (row * p->heads + head) * width * size : NULL;
+    const uint8_t *weight = p->weight ? p->weight + head * p->weight_head * size : NULL;
     vf squares = all(0), sums = all(0);
     EACH_VECTOR(width) {
         vf some = read_numbers(format, x + i * size, n);
@@ -83,8 +84,8 @@ INLINE void norm_row(const Norm *p, int64_t format, int64_t row, int64_t head) {
     EACH_VECTOR(width) {
         vf some = (read_numbers(format, x + i * size, n) - all(mean)) * all(scale);
         if (p->kind == NORM_RMS) some = rounded_to(format, some);
-        if (p->weight)
-            some *= read_numbers(format, p->weight + i * size, n) + all(p->offset);
+        if (weight)
+            some *= read_numbers(format, weight + i * size, n) + all(p->offset);
         some = rounded_to(p->out_format, some);
         uint8_t *at = out + i * size_of(p->out_format);
         if (p->adds)

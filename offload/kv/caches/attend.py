@@ -12,6 +12,12 @@ import torch
 
 from triforce_kernels.attention.attention import PLAIN, Softmax, masses, merge, with_sinks
 from triforce_kernels.attention.dense import DenseKeys, attend_dense
+from triforce_kernels.attention.selection import (
+    Newest,
+    Selection,
+    attend_selected,
+    slots_of_rows,
+)
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_tail
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
@@ -50,6 +56,8 @@ class PassCache:
         self._scores = scores
         self._processor = processor
         self._batch: ForwardBatch | None = None
+        # Of the forward of that batch, behind a text of that length.
+        self._seen: tuple[ForwardBatch, int, Newest] | None = None
         self.index = 0
 
     def attend(
@@ -122,8 +130,35 @@ class PassCache:
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
-        states = self._recent.states
-        return states.convolve(layer, inputs, convolution, batch, states.end)
+        store, layer = self._recent.convolving(layer)
+        return store.convolve(layer, inputs, convolution, batch, store.end)
+
+    def attend_selected(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        index: torch.Tensor,
+        batch: ForwardBatch,
+        selection: Selection,
+    ) -> torch.Tensor:
+        """Cache.attend_selected."""
+        store = self._recent.index
+        vectors = store.write(layer, index[:, -1], batch.first)
+        if len(vectors) <= selection.all_seen:
+            return self.attend(layer, qkv, batch)
+        keys = self.dense(layer, batch)
+        query = rope_into(qkv, *batch.rotation, keys.key, keys.value, keys.start)
+        blocks = store.blocks_of(layer, store.length, selection)
+        newest = self._newest(batch, selection.block, store.length)
+        slots = slots_of_rows(selection, index[:, :-1], blocks, vectors, newest)
+        return attend_selected(query, keys.key, keys.value, *slots)
+
+    def _newest(self, batch: ForwardBatch, block: int, length: int) -> Newest:
+        """Return the newest tokens that rows see, found once for all layers of a forward."""
+        if self._seen is None or self._seen[0] is not batch or self._seen[1] != length:
+            newest = Newest.of(block, length, batch.lineage(batch.deepest))
+            self._seen = (batch, length, newest)
+        return self._seen[2]
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""

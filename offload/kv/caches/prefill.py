@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
+from triforce_kernels.attention.selection import Selection, attend_text_selected
 from triforce_kernels.attention.text import attend_text
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
@@ -57,6 +58,8 @@ class PrefillCache:
         self._scores = scores
         self._windows = WindowPrefill(recent.windows, rows) if recent.windows else None
         self._states = StatePrefill(recent.states, rows) if recent.states else None
+        self._ngrams = StatePrefill(recent.ngrams, rows) if recent.ngrams else None
+        self._recent = recent
         self.gathered = gathered.view(shape.dtype).view(shape.size(store.length + rows))
 
     def attend(
@@ -67,6 +70,33 @@ class PrefillCache:
         softmax: Softmax = PLAIN,
     ) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
+        query, keys, values = self._gathered(layer, qkv, batch, softmax)
+        part = attend_text(query, keys, values, cap=softmax.cap)
+        return with_sinks(part, softmax.sinks)
+
+    def attend_selected(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        index: torch.Tensor,
+        batch: ForwardBatch,
+        selection: Selection,
+    ) -> torch.Tensor:
+        """Cache.attend_selected. Raises LinkError."""
+        store = self._recent.index
+        end = len(store.write(layer, index[:, -1], batch.first))
+        if end <= selection.all_seen:
+            return self.attend(layer, qkv, batch)
+        gathered = self._gathered(layer, qkv, batch, PLAIN)
+        blocks = store.blocks_of(layer, end, selection)
+        return attend_text_selected(selection, *gathered, index[:, :-1], blocks)
+
+    def _gathered(
+        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, softmax: Softmax
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gather and store a layer's KV up to the end of the batch. Return the rotated queries
+        [heads, rows, head_dim], and these keys and values.
+        """
         if not batch.first:
             self._bring_kept(layer)
         keys, values = keys_values(self.gathered)
@@ -77,8 +107,7 @@ class PrefillCache:
             self._score(layer, query[:, -SCORED_TOKENS:], softmax)
         end = start + batch.rows
         self._store.fill(layer, self.gathered, end, last=last)
-        part = attend_text(query, keys[:, :end], values[:, :end], cap=softmax.cap)
-        return with_sinks(part, softmax.sinks)
+        return query, keys[:, :end], values[:, :end]
 
     def attend_window(
         self,
@@ -101,7 +130,9 @@ class PrefillCache:
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
-        return self._states.convolve(layer, inputs, convolution, batch)
+        store, layer = self._recent.convolving(layer)
+        part = self._states if store is self._recent.states else self._ngrams
+        return part.convolve(layer, inputs, convolution, batch)
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""
@@ -112,8 +143,10 @@ class PrefillCache:
         if list(rows) != list(range(self._rows)):
             raise RuntimeError(f"all {self._rows} rows of text that is read are kept")
         self._store.commit_fill(self._store.length + self._rows)
-        for part in filter(None, (self._windows, self._states)):
+        for part in filter(None, (self._windows, self._states, self._ngrams)):
             part.commit()
+        if self._recent.index:
+            self._recent.index.keep(rows)
 
     def close(self) -> None:
         """Drop the gathered layer."""

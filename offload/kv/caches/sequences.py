@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from triforce_kernels.attention.attention import PLAIN, Softmax
+from triforce_kernels.attention.selection import Selection
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import Cache, ForwardBatch
@@ -44,6 +45,25 @@ class SequenceCaches:
         """Cache.attend_window."""
         parts = self._parts(qkv, batch)
         return torch.cat([cache.attend_window(layer, *part, softmax) for cache, *part in parts], 1)
+
+    def attend_selected(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        index: torch.Tensor,
+        batch: ForwardBatch,
+        selection: Selection,
+    ) -> torch.Tensor:
+        """Cache.attend_selected."""
+        indices = index.split([own.rows for own in batch.alone])
+        parts = zip(self._parts(qkv, batch), indices, strict=True)
+        return torch.cat(
+            [
+                cache.attend_selected(layer, rows, own, part, selection)
+                for (cache, rows, part), own in parts
+            ],
+            1,
+        )
 
     def dense(self, layer: int, batch: ForwardBatch, *, has_window: bool = False) -> None:
         """Cache.dense: each sequence has its own keys."""

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from triforce_offload.kv.recent.marks import Mark, Marks, reaches
-from triforce_offload.kv.states.shape import StateShape
-from triforce_offload.kv.windows.shape import WindowShape
+from triforce_offload.kv.recent.shapes import RecentShape
 
 
 class RecentStore(ABC):
@@ -25,7 +24,7 @@ class RecentStore(ABC):
     length: number of tokens of the text
     """
 
-    shape: WindowShape | StateShape
+    shape: RecentShape
 
     def __init__(self, capacity: int, past: int) -> None:
         """capacity: number of rows that there is room for

@@ -158,6 +158,14 @@ class StateShape:
         return MOST_MARKS * self.mark_bytes
 
 
+class NGramShape(StateShape):
+    """The geometry of the inputs of the convolution behind n-gram embeddings: of one layer, with no
+    states.
+    """
+
+    kind: ClassVar[str] = "ngrams"
+
+
 def folded_tokens(length: int) -> int:
     """Return how many of a text's first tokens are folded when it has grown to a length."""
     return max(0, length // FOLD_TOKENS - 1) * FOLD_TOKENS

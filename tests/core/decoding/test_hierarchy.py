@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, placed, random_ids
 from oracle import LogitsRecorder, assert_equal_but_for_ties, greedy
+from tiny_families import CHOOSE_KEYS
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import CheckpointError, DoesNotFitError, LinkError, UsageError
@@ -80,9 +81,14 @@ def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
     for i in chosen:
         placement = ("kv", "resident", "kv-in-part", "kv-one-slot")[i % 4]
         # A model whose layers have different heads, or a state, does not draft.
-        drafts = not family.startswith(("gemma4", "qwen3_5", "qwen3_next", "lfm2", *MAMBA))
+        drafts = not family.startswith(
+            ("gemma4", "qwen3_5", "qwen3_next", "lfm2", *MAMBA, *CHOOSE_KEYS)
+        )
         own = path if drafts else other
-        with engine(path, placement, **filled(RUNS[i], own, other)) as ours:
+        options = filled(RUNS[i], own, other)
+        if family in CHOOSE_KEYS:
+            options.pop("budget", None)
+        with engine(path, placement, **options) as ours:
             for prompt, expected in zip(prompts, theirs, strict=True):
                 result = ours.generate(prompt, greedy(NEW))
                 assert_equal_but_for_ties(model, prompt, result.token_ids, expected)

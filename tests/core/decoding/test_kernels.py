@@ -32,10 +32,12 @@ OF_RECURRENT = {
     "qwen3_5": {"delta_gates", "gated_norm"},
     "granite4-h": {"step_gates", "norm_of_gated"},
 }
+OF_STREAMS = {name for name, paths in KERNELS.items() if paths.triton.startswith("streams.")}
 RECURRENT = {name for name, paths in KERNELS.items() if paths.triton.startswith("recurrent.")}
 # The processor's compiled kernels, where there are any.
 HERE = [HOST] if DEVICE == "cpu" and library() else []
-NOT_USED = PACKED | SPLIT | EXPERTS | JOINING | ({"gather_chunks"} if DEVICE == "cpu" else set())
+MOVED = {"gather_chunks"} if DEVICE == "cpu" else set()
+NOT_USED = PACKED | SPLIT | EXPERTS | JOINING | OF_STREAMS | MOVED
 # The others are PyTorch's operators on a GPU, too.
 OF_TRITON = {name: paths for name, paths in KERNELS.items() if paths.triton != paths.reference}
 
@@ -102,6 +104,19 @@ def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
     assert texts[TRITON].stats["retrieval"]["churn"] is not None, "it was refreshed"
     for kernel, paths in OF_TRITON.items():
         assert (paths.triton in used) == (kernel not in not_used), kernel
+
+
+@pytest.mark.slow
+def test_residual_streams_give_the_same_text(tiny, monkeypatch, used) -> None:
+    path, _ = tiny("qwen4_exp-moe")
+    options = {"device": DEVICE, "dtype": "float32", "max_context": 64, "draft_tokens": 3}
+    texts = []
+    for name in (REFERENCE, *HERE, TRITON):
+        monkeypatch.setattr(dispatch, "_forced", name)
+        with Engine.from_pretrained(path, draft="ngram", **options) as engine:
+            texts.append(engine.generate(random_ids(24), SamplingParams(6, temperature=0)))
+    assert all(text.token_ids == texts[0].token_ids for text in texts)
+    assert all(KERNELS[name].triton in used for name in OF_STREAMS)
 
 
 @pytest.mark.slow

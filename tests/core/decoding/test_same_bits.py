@@ -24,6 +24,7 @@ from same_bits_runs import (
     prefilled,
     texts_by_every_draft,
 )
+from tiny_families import CHOOSE_KEYS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.decoder import Ask
@@ -78,7 +79,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
         (family, *each)
         for index, family in enumerate(FAMILIES)
         for each in turns(product(DTYPES, (1, 3)), index, 2)
-        if family != CAPPED
+        if family not in (CAPPED, *CHOOSE_KEYS)
     ],
     indirect=["threads"],
 )

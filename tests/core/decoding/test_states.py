@@ -21,7 +21,7 @@ from triforce_core.decoding.contexts import context
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.model.tensors import state_shape
+from triforce_core.model.parts.kept import state_shape
 from triforce_kernels.recurrent.delta import LeftRows
 from triforce_offload.errors import UnsupportedModelError
 from triforce_offload.forward_batch import ForwardBatch

@@ -43,6 +43,7 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
         "qwen3_next-moe",
         "minimax_m2-moe",
         "laguna-moe",
+        "qwen4_exp-moe",
     )
     assert config.attention.qk_norm == (family.removesuffix("-windows") in normed)
 

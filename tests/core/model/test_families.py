@@ -21,7 +21,8 @@ from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.feed_forward import Experts
-from triforce_core.model.layers import Keeps, LatentAttention, Norms
+from triforce_core.model.layers import LatentAttention, Norms
+from triforce_core.model.parts.specs import Keeps
 from triforce_kernels.layer import rotate
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
@@ -120,7 +121,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     named = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 256}
     named |= {"intermediate_size": 128, "num_attention_heads": 16, "vocab_size": 97}
     named |= {"max_position_embeddings": 4096, "sliding_window": None}
-    if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
+    if family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text"):
         named["layer_types"] = ["linear_attention", "full_attention"]
     elif family in ("exaone4", "granitemoehybrid") or family.startswith("gemma4"):
         named["layer_types"] = ["full_attention"] * 2
@@ -141,7 +142,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
         *("lfm2", "qwen3_5_moe_text", "qwen3_moe", "ernie4_5_moe", "glm4_moe", "mixtral"),
         *("qwen3_next", "minimax_m2", "nemotron_h", "lfm2_moe", "glm4_moe_lite"),
-        *("deepseek_v2", "deepseek_v3"),
+        *("deepseek_v2", "deepseek_v3", "qwen4_exp_text"),
     ):
         # Published configs always say so.
         named["num_key_value_heads"] = 4

@@ -63,6 +63,8 @@ def runs_of(layer: LayerSpec, *, scales: bool) -> int:
     factors of queries grow with their positions
     """
     dense = isinstance(layer.mlp, DenseMLP) and layer.mlp.activation.gated
+    if layer.streams:
+        return 0
     if layer.parallel or not dense:
         return 1
     mixer = layer.mixer

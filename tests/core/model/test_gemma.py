@@ -19,7 +19,7 @@ from triforce_core.model.feed_forward import Activation
 from triforce_core.model.layers import NormKind, Norms
 from triforce_core.model.rope import Rope
 from triforce_core.model.transformer import Model
-from triforce_core.plan.workspace import prompt_bytes
+from triforce_core.plan.temporaries.workspace import prompt_bytes
 from triforce_kernels.layer import geglu, rms_norm, rotate
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 

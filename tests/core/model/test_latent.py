@@ -15,7 +15,8 @@ from triforce_core.model.families.hf import from_hf
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.feed_forward import Scores
 from triforce_core.model.known.mixes import pieces_of
-from triforce_core.model.tensors import dense_layouts, kv_shape
+from triforce_core.model.parts.kept import kv_shape
+from triforce_core.model.tensors import dense_layouts
 from triforce_kernels.weights.block_types import F8_E4M3
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, decode
 from triforce_offload.errors import CheckpointError, UnsupportedModelError

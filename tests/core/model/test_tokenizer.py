@@ -40,6 +40,7 @@ WRITTEN = {
     **{"smollm3": "smaug-bpe", "olmo2": "dbrx", "exaone4": "exaone4", "granite": "refact"},
     **{"glm4": "glm4", "phi3": "gpt-4o", "cohere2": "command-r", "qwen35": "qwen35"},
     **{"qwen2moe": "qwen2", "qwen3moe": "qwen2", "qwen35moe": "qwen35", "qwen3next": "qwen2"},
+    "qwen4exp": "qwen35",
     **{"olmoe": "olmo", "granitemoe": "refact", "glm4moe": "glm4", "gpt-oss": "gpt-4o"},
     **{"minimax-m2": "minimax-m2", "laguna": "laguna", "granitehybrid": "dbrx"},
     **{"deepseek2": "deepseek-v3"},

@@ -19,7 +19,8 @@ from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoi
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.model.layers import LayerSpec, Mamba2
+from triforce_core.model.layers import LayerSpec
+from triforce_core.model.parts.recurrent import Mamba2
 from triforce_core.model.sharing.divided import spread
 from triforce_core.model.sharing.share import Share, mlp_unit
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts

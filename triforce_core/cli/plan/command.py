@@ -20,7 +20,8 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
 from triforce_core.model.known.shapes import Shape, read_model, read_shape
-from triforce_core.model.tensors import kv_shape, matrices
+from triforce_core.model.parts.kept import kv_shape
+from triforce_core.model.tensors import matrices
 from triforce_core.plan.formats import SPLITS, element_type, splits_blocks
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (

@@ -79,6 +79,12 @@ class Context:
         return self.sequence.length
 
     @property
+    def _tokens_before(self) -> int:
+        """Number of tokens before a row that the model looks up with it."""
+        ngrams = self.model.config.ngrams
+        return ngrams.before if ngrams else 0
+
+    @property
     def checksum(self) -> int:
         """Checksum of the tokens whose KV is kept."""
         return self._checksum.of(self.text.tokens, self.length)
@@ -128,6 +134,7 @@ class Context:
         """
         self.reset(kept, len(tokens), new_tokens)
         batch = ForwardBatch.text(torch.tensor(tokens[kept:]), kept, self.model.device)
+        batch = batch.after(tokens, kept, self._tokens_before)
         try:
             # A few tokens run as an ordinary pass, which does not need the workspace that KV may
             # have reclaimed.
@@ -186,8 +193,10 @@ class Context:
         self.logits = self.tapped = None
         start, device = self.length, self.model.device
         if ask.parents is None:
-            return ForwardBatch.text(ask.tokens, start, device)
-        return ForwardBatch.tree(ask.tokens, start, ask.parents, device)
+            batch = ForwardBatch.text(ask.tokens, start, device)
+        else:
+            batch = ForwardBatch.tree(ask.tokens, start, ask.parents, device)
+        return batch.after(self.text.tokens, start, self._tokens_before)
 
     def run(self, ask: Ask) -> torch.Tensor:
         """Run a pass over this context alone. See `run_pass`."""

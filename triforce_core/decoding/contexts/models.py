@@ -12,9 +12,8 @@ from triforce_core.model.heads.joins import Join
 from triforce_core.model.transformer import Model
 from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, MethodSettings
 from triforce_offload.graphs import Recorder
+from triforce_offload.kv.recent.shapes import RecentShape
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.kv.states.shape import StateShape
-from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
 from triforce_offload.weights.draft_copies import DraftCopies
@@ -104,7 +103,7 @@ class Models:
         return replace(self.runtime.plan.kv.shape, kv_heads=self.kv_parts.count)
 
     @property
-    def whole_recent(self) -> list[WindowShape | StateShape]:
+    def whole_recent(self) -> list[RecentShape]:
         """Likewise, the shape of each recent store."""
         shapes = zip(self.runtime.plan.requirements.recent, self.recent_parts, strict=True)
         return [shape.whole(parts.keys.count, parts.values.count) for shape, parts in shapes]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from triforce_core.model.checkpoints.beside import (
+    LAYER_PREFIXES,
+    OF_LAYERS,
+    UNUSED,
+    of_drafts,
+    text_alone,
+)
 from triforce_core.model.checkpoints.gguf_config import gguf_config
 from triforce_core.model.checkpoints.mtp import (
     MtpHead,
@@ -20,12 +25,7 @@ from triforce_core.model.checkpoints.mtp import (
     like_head,
     mtp_config,
 )
-from triforce_core.model.checkpoints.naming.names import (
-    HF_PREFIXES,
-    blocks,
-    gguf_names,
-    hf_names,
-)
+from triforce_core.model.checkpoints.naming.names import gguf_names, hf_names
 from triforce_core.model.checkpoints.naming.pieces import (
     Piece,
     block_type,
@@ -33,13 +33,14 @@ from triforce_core.model.checkpoints.naming.pieces import (
     stored_shapes,
     windowed,
 )
+from triforce_core.model.checkpoints.tables import faults_of_table, table_of
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_file, quantised, reads_images
 from triforce_core.model.found.folders import CONFIG, config_of
 from triforce_core.model.sharing.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
-from triforce_offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
+from triforce_offload.checkpoint.safetensors import SafetensorsSource
 from triforce_offload.checkpoint.source import WHOLE, TensorSource, Transposed
 from triforce_offload.errors import (
     CannotSplitError,
@@ -51,20 +52,9 @@ from triforce_offload.errors import (
 if TYPE_CHECKING:
     import torch
 
+    from triforce_core.model.parts.ngrams import NGramTable
     from triforce_kernels.weights.block_types import BlockType
     from triforce_kernels.weights.linear import Weight
-
-# Names of tensors of layers begin so; names of tensors that read images contain one of these.
-_LAYER_PREFIXES = tuple(f"{prefix}layers." for prefix, _ in HF_PREFIXES)
-_OF_LAYERS = ("blk.", *_LAYER_PREFIXES)
-_OF_IMAGES = ("vision", "visual", "multi_modal")
-# No model has more layers that only draft.
-_MOST_DRAFTING = 16
-# Scales of KV in 8 bits, in which it is not kept here.
-_KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
-# Old checkpoints contain buffers that are computed here; scales are read with the tensor they
-# belong to.
-_UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX, *_KV_SCALES)
 
 
 class Checkpoint:
@@ -148,6 +138,17 @@ class Checkpoint:
         factors = torch.empty(self._source.shape(self._rope_factors))
         self._source.read(self._rope_factors, factors)
         return factors
+
+    def ngram_table(self) -> NGramTable | None:
+        """Return the table of n-gram embeddings, which is read while the checkpoint is open; None
+        without any. Raises CheckpointError.
+        """
+        spec = self.config.ngrams
+        return spec and table_of(self._source, spec, self._tables)
+
+    @property
+    def _tables(self) -> list[str]:
+        return [piece.name for piece in self._names("ngrams")] if self.config.ngrams else []
 
     def reopened(self) -> Checkpoint:
         """Open the same checkpoint, or share, again independently. Raises CheckpointError."""
@@ -245,16 +246,18 @@ class Checkpoint:
             yield CheckpointError(
                 f"{self.path} does not hold the last of the {layers} layers of its config"
             )
-        expected = dict(self._expected())
+        expected, tables = dict(self._expected()), self._tables
+        yield from faults_of_table(self._source, config, tables)
         missing = sorted(expected.keys() - held)
         if missing:
             yield CheckpointError(f"{self.path} lacks {missing[0]} ({len(missing)} missing in all)")
         unused = sorted(
             name
             for name in held - expected.keys()
-            if name.startswith(_OF_LAYERS)
-            and not name.endswith(_UNUSED)
+            if name.startswith(OF_LAYERS)
+            and not name.endswith(UNUSED)
             and not name.startswith(self._of_drafts)
+            and name not in tables
             and not self._source.without_effect(name)
         )
         if unused:
@@ -284,7 +287,7 @@ class Checkpoint:
         config = self.config
         shapes = {
             "embedding": (config.vocab, config.hidden),
-            "norm": (config.hidden,),
+            **config.last_shapes,
         }
         if not config.tied:
             shapes["head"] = (config.vocab, config.hidden)
@@ -332,10 +335,10 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         config = from_file(path / CONFIG, raw, _optional_json(path / "generation_config.json"))
         source = SafetensorsSource(path, quantised(raw))
         if reads_images(raw):
-            config = _text_alone(path, config, source.names())
+            config = text_alone(path, config, source.names())
         names = hf_names(config, source.names())
         further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
-        drafts = _of_drafts(config, further, _LAYER_PREFIXES)
+        drafts = of_drafts(config, further, LAYER_PREFIXES)
         return Checkpoint(path, config, source, names, of_drafts=drafts, checked=checked)
     if not is_gguf(path):
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
@@ -351,7 +354,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
     names = gguf_names(config, source.names())
     further = source.metadata.get(f"{source.metadata['general.architecture']}.nextn_predict_layers")
-    drafts = _of_drafts(config, further, ("blk.",))
+    drafts = of_drafts(config, further, ("blk.",))
     return Checkpoint(
         path,
         config,
@@ -362,33 +365,6 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         of_drafts=drafts,
         checked=checked,
     )
-
-
-def _of_drafts(config: ModelConfig, further: object, prefixes: Sequence[str]) -> tuple[str, ...]:
-    """Return with what the names of tensors begin in layers that only draft, behind the others.
-
-    further: number of such layers, as a header gives it
-    """
-    first = blocks(config.family, config.layers)[-1]
-    count = further if isinstance(further, int) else 0
-    layers = range(first, first + min(max(count, 0), _MOST_DRAFTING))
-    return tuple(f"{prefix}{layer}." for prefix in prefixes for layer in layers)
-
-
-def _text_alone(path: Path, config: ModelConfig, held: Collection[str]) -> ModelConfig:
-    """Return the config of the language model in the files of a model that also reads images, and
-    warn that the rest is not loaded.
-
-    Whether the embedding is the output matrix is read from the files: configs of such models
-    contradict themselves.
-    """
-    others = sum(any(part in name for part in _OF_IMAGES) for name in held)
-    warnings.warn(
-        f"{path}: the part that reads images ({others} tensors) is not loaded",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return replace(config, tied=not any(name.endswith("lm_head.weight") for name in held))
 
 
 def _optional_json(path: Path) -> dict:

@@ -141,6 +141,8 @@ def typical_eagle3(target: ModelConfig) -> ModelConfig:
     Raises UnsupportedModelError for a model with experts.
     """
     full = target.attention
+    if target.streams:
+        raise UnsupportedModelError(f"EAGLE-3 heads do not draft for {target.family} models")
     mlp = target.layers[0].mlp
     if any(spec.mlp.active for spec in target.layers):
         raise UnsupportedModelError(

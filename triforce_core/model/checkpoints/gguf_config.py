@@ -15,7 +15,9 @@ from triforce_core.model.families.family import EXPERT_COUNTS, Family
 from triforce_core.model.families.reading.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.reading.ropes import check_rope
 from triforce_core.model.families.reading.windows import FULL, SLIDING, with_own_rope
-from triforce_core.model.layers import Attention, Keeps, LayerSpec, NormKind, ShortConv
+from triforce_core.model.layers import Attention, LayerSpec, NormKind
+from triforce_core.model.parts.recurrent import ShortConv
+from triforce_core.model.parts.specs import Keeps
 from triforce_offload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ _FAMILIES = {
     "ernie4_5-moe": FAMILIES["ernie4_5_moe"],
     "glm4moe": FAMILIES["glm4_moe"],
     "qwen3next": FAMILIES["qwen3_next"],
+    "qwen4exp": FAMILIES["qwen4_exp_text"],
     # Files of DeepSeek-V2 and GLM-4.7-Flash say how they differ from DeepSeek-V3.
     "deepseek2": FAMILIES["deepseek_v3"],
     "minimax-m2": FAMILIES["minimax_m2"],
@@ -56,7 +59,7 @@ _WITH_EXPERTS = {"llama": FAMILIES["mixtral"]}
 # Families of files with windows, by an architecture that is another one's without them.
 _WITH_WINDOWS = {"olmo2": FAMILIES["olmo3"]}
 # Those whose files have the rows of their heads in the usual order, though they also read images.
-_ROTATED_AS_TEXT = ("qwen35", "qwen35moe")
+_ROTATED_AS_TEXT = ("qwen35", "qwen35moe", "qwen4exp")
 # Caps have the same names in files as in config.json.
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _NORM_EPS = {NormKind.LAYER: "attention.layer_norm_epsilon"}

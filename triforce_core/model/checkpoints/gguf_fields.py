@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any
 
+from triforce_core.model.checkpoints.gguf_recurrent import (
+    RECURRENT_FIELDS,
+    SIGMOID,
+    SOFTMAX,
+    OwnFields,
+    layers_of,
+    of_layers,
+)
 from triforce_core.model.families.family import EXPERT_COUNTS
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import FULL, SLIDING
-from triforce_core.model.families.recurrent import CONV, LINEAR
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Numbers of layers of Gemma 2 27B and 3 27B. llama.cpp knows by them how these scale scores.
@@ -20,11 +27,7 @@ _GEMMA2 = {
     ("final_logit_softcapping", "final_logit_softcapping"): 30.0,
     ("attention.sliding_window", "sliding_window"): 4096,
 }
-# llama.cpp's numbers of routers.
-_SOFTMAX, _SIGMOID = 1, 2
-_SCORES = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
-# What files say of the longest context where nothing rotates, and what Granite 4 was trained for.
-_NO_POSITIONS, _GRANITE4_POSITIONS = 1 << 20, 131_072
+_SCORES = {SOFTMAX: "softmax", SIGMOID: "sigmoid"}
 # What every model of Gemma has.
 _GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 
@@ -51,19 +54,6 @@ def _gemma(layers: int, fields: Fields, names: Set[str]) -> tuple[Fields, dict[s
     return fields, {"query_pre_attn_scalar": scalar, **_GEMMA}
 
 
-def _of_layers(fields: Fields, name: str, count: int, least: int = 1) -> list[int]:
-    """Return a number of each layer, of a field that gives one or each. Raises CheckpointError."""
-    given = fields.get(name)
-    values = getattr(given, "values", [given] * count)
-    each = values.tolist() if hasattr(values, "tolist") else list(values or ())
-    return [Fields({name: value}, fields.source).whole(name, least=least) for value in each]
-
-
-def _layers_of(fields: Fields) -> int:
-    """Return the number of layers without those that only draft. Raises CheckpointError."""
-    return fields.whole("block_count") - fields.whole("nextn_predict_layers", 0, least=0)
-
-
 def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """Return the fields of a file with those of layers with a window under the usual names, and
     what differs in the others, under names of config.json.
@@ -72,7 +62,7 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """
     where, own = fields.source, dict(fields.raw)
     slides = list(map(bool, getattr(own.get("attention.sliding_window_pattern"), "values", [])))
-    each = _of_layers(fields, "attention.head_count_kv", len(slides))
+    each = of_layers(fields, "attention.head_count_kv", len(slides))
     if True not in slides or False not in slides or len(each) != len(slides):
         raise CheckpointError(
             f"{where}: attention.sliding_window_pattern and attention.head_count_kv must give "
@@ -93,7 +83,7 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
         "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
         "enable_moe_block": bool(own.get("expert_count")),
     }
-    widths = set(_of_layers(fields, "feed_forward_length", len(slides)))
+    widths = set(of_layers(fields, "feed_forward_length", len(slides)))
     if len(widths) > 1:
         raise UnsupportedModelError(
             f"{where}: feed_forward_length of {min(widths)} to {max(widths)} by layer is not "
@@ -111,10 +101,10 @@ def _laguna(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     Of a period of layers, by default four, the first has no window. Raises CheckpointError or
     UnsupportedModelError.
     """
-    fields.only("expert_gating_func", _SIGMOID)
+    fields.only("expert_gating_func", SIGMOID)
     fields.only("rope.dimension_count_swa", fields.get("attention.key_length"))
     own, count = dict(fields.raw), fields.whole("block_count")
-    heads = _of_layers(fields, "attention.head_count", count)
+    heads = of_layers(fields, "attention.head_count", count)
     own["attention.head_count"] = max(heads)
     dense = fields.whole("leading_dense_block_count", 0, least=0)
     more = {
@@ -131,32 +121,6 @@ def _laguna(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     }
 
 
-def _qwen35(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a file without its layers that only draft, and those of its recurrent
-    layers. Raises CheckpointError.
-    """
-    own, heads = dict(fields.raw), fields.whole("ssm.time_step_rank")
-    own["block_count"] = count = _layers_of(fields)
-    every = fields.whole("full_attention_interval", 4)
-    kinds = [FULL if (index + 1) % every == 0 else LINEAR for index in range(count)]
-    own, kinds = _by_layer(own, fields.source, LINEAR, kinds)
-    return Fields(own, fields.source), {
-        "layer_types": kinds,
-        "linear_num_key_heads": fields.whole("ssm.group_count"),
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": fields.whole("ssm.state_size"),
-        "linear_value_head_dim": fields.whole("ssm.inner_size") // heads,
-        "linear_conv_kernel_dim": fields.whole("ssm.conv_kernel"),
-        "tiled_output": True,
-    }
-
-
-def _qwen3next(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """As of Qwen3.5, whose files have value heads in another order. Raises CheckpointError."""
-    fields, more = _qwen35(fields, names)
-    return fields, more | {"tiled_output": False}
-
-
 def _qwen3moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """llama.cpp normalises the weights of experts in every file of this architecture."""
     return fields, {"norm_topk_prob": True}
@@ -165,7 +129,7 @@ def _qwen3moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
 def _glm4moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """Return the fields of a file without its layers that only draft. Raises CheckpointError."""
     own = dict(fields.raw)
-    own["block_count"] = _layers_of(fields)
+    own["block_count"] = layers_of(fields)
     return Fields(own, fields.source), {"norm_topk_prob": bool(own.get("expert_weights_norm"))}
 
 
@@ -184,7 +148,7 @@ def _deepseek2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]
             "are not supported with latent attention"
         )
     own, rotated = dict(fields.raw), fields.whole("rope.dimension_count")
-    own["block_count"] = count = _layers_of(fields)
+    own["block_count"] = count = layers_of(fields)
     dense = fields.whole("leading_dense_block_count", 0, least=0)
     own["attention.value_length"] = fields.whole("attention.key_length")
     more = {
@@ -200,7 +164,7 @@ def _deepseek2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]
     }
     # The first files do not say it.
     biased = any(name.endswith("exp_probs_b.bias") for name in names)
-    scores = fields.get("expert_gating_func") or (_SIGMOID if biased else _SOFTMAX)
+    scores = fields.get("expert_gating_func") or (SIGMOID if biased else SOFTMAX)
     if scores not in _SCORES:
         raise UnsupportedModelError(
             f"{fields.source}: expert_gating_func {scores!r} is not supported (only "
@@ -217,106 +181,6 @@ def _yarn_of_keys(fields: Fields) -> dict[str, Any]:
         return {}
     kind, factor = fields.get("rope.scaling.type"), fields.get("rope.scaling.factor")
     return {"rope_type": kind, "factor": factor, "mscale_all_dim": 10 * tenth}
-
-
-def _lfm2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a file, and those of its convolutions. Raises CheckpointError."""
-    kinds = [FULL] * fields.whole("block_count")
-    own, kinds = _by_layer(dict(fields.raw), fields.source, CONV, kinds)
-    more = {"layer_types": kinds, "conv_L_cache": fields.whole("shortconv.l_cache")}
-    return Fields(own, fields.source), {**more, "block_auto_adjust_ff_dim": False}
-
-
-def _lfm2moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields as of LFM2, and those of the experts. Raises CheckpointError or
-    UnsupportedModelError.
-    """
-    fields.only("expert_gating_func", _SIGMOID)
-    own, more = _lfm2(fields, names)
-    more["use_expert_bias"] = any(name.endswith("exp_probs_b.bias") for name in names)
-    more["num_dense_layers"] = fields.whole("leading_dense_block_count", 0, least=0)
-    return own, more
-
-
-def _granitehybrid(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a file, and those of its Mamba-2 layers. Raises CheckpointError."""
-    kinds = [FULL] * fields.whole("block_count")
-    own, kinds = _by_layer(dict(fields.raw), fields.source, LINEAR, kinds)
-    heads, values = fields.whole("ssm.time_step_rank"), fields.whole("ssm.inner_size")
-    # Bamba has none, and another one in llama.cpp.
-    fields.real("attention.scale")
-    if own.get("context_length") == _NO_POSITIONS:
-        own["context_length"] = _GRANITE4_POSITIONS
-    shared = "expert_shared_feed_forward_length"
-    return Fields(own, fields.source), {
-        "layer_types": kinds,
-        "num_local_experts": fields.get("expert_count"),
-        "shared_intermediate_size": fields.get(shared) or fields.get("feed_forward_length"),
-        # llama.cpp's sign for models that rotate.
-        "position_embedding_type": "rope" if fields.flag("rope.scaling.finetuned", True) else None,
-        "mamba_n_heads": heads,
-        "mamba_n_groups": fields.whole("ssm.group_count"),
-        "mamba_d_state": fields.whole("ssm.state_size"),
-        "mamba_d_head": values // heads,
-        "mamba_d_conv": fields.whole("ssm.conv_kernel"),
-        "mamba_expand": values // fields.whole("embedding_length"),
-        "mamba_conv_bias": _with_conv_bias(names),
-    }
-
-
-def _nemotron_h(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a file without what only drafts, and those of its Mamba-2 layers. Raises
-    CheckpointError.
-    """
-    count = _layers_of(fields)
-    own, kinds = _by_layer(dict(fields.raw), fields.source, LINEAR, [FULL] * count)
-    own["block_count"] = count
-    widths = _of_layers(fields, "feed_forward_length", count, least=0)[:count]
-    if len(widths) < count:
-        raise CheckpointError(
-            f"{fields.source}: feed_forward_length must give a number for each of {count} blocks, "
-            f"got {len(widths)}"
-        )
-    for block, width in enumerate(widths):
-        if width:
-            kinds[block] = "moe" if f"blk.{block}.ffn_gate_inp.weight" in names else "mlp"
-    # Nothing rotates.
-    own = {name: value for name, value in own.items() if not name.startswith("rope.")}
-    own["feed_forward_length"] = max(widths, default=0)
-    heads = fields.whole("ssm.time_step_rank")
-    return Fields(own, fields.source), {
-        "layers_block_type": kinds,
-        "mamba_num_heads": heads,
-        "mamba_head_dim": fields.whole("ssm.inner_size") // heads,
-        "n_groups": fields.whole("ssm.group_count"),
-        "ssm_state_size": fields.whole("ssm.state_size"),
-        "conv_kernel": fields.whole("ssm.conv_kernel"),
-        "use_conv_bias": _with_conv_bias(names),
-        "moe_latent_size": fields.get("moe_latent_size"),
-        "norm_topk_prob": fields.flag("expert_weights_norm", True),
-    }
-
-
-def _with_conv_bias(names: Set[str]) -> bool:
-    return any(name.endswith("ssm_conv1d.bias") for name in names)
-
-
-def _by_layer(
-    own: dict[str, Any], where: str, recurrent: str, kinds: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the fields with one number of key-value heads, and the kind of each layer: recurrent
-    ones have no heads, if the file gives them by layer. Raises CheckpointError.
-    """
-    name = "attention.head_count_kv"
-    given = getattr(own.get(name), "values", None)
-    if given is None:
-        return own, kinds
-    each = given.tolist() if hasattr(given, "tolist") else list(given)
-    counts = {count for count in each if count}
-    if len(each) < len(kinds) or len(counts) != 1:
-        raise CheckpointError(f"{where}: {name} must give one number or none by layer, got {each}")
-    kinds = [FULL if count else recurrent for count in each[: len(kinds)]]
-    return own | {name: counts.pop()}, kinds
 
 
 # Names of fields of experts in config.json files, by their names in a file. Families have names of
@@ -351,20 +215,13 @@ def expert_fields(fields: Fields) -> dict[str, Any]:
 
 # What files of an architecture say in their own way: its functions return the fields under the
 # usual names, and further ones under names of config.json.
-OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, Any]]]] = {
+OWN_FIELDS: Mapping[str, OwnFields] = {
+    **RECURRENT_FIELDS,
     "gemma2": _gemma2,
     "gemma3": partial(_gemma, _GEMMA_27B["gemma3"]),
     "gemma4": _gemma4,
-    "qwen35": _qwen35,
-    "qwen35moe": _qwen35,
     "qwen3moe": _qwen3moe,
     "glm4moe": _glm4moe,
-    "qwen3next": _qwen3next,
     "deepseek2": _deepseek2,
     "laguna": _laguna,
-    "lfm2": _lfm2,
-    "lfm2moe": _lfm2moe,
-    "granitehybrid": _granitehybrid,
-    "nemotron_h": _nemotron_h,
-    "nemotron_h_moe": _nemotron_h,
 }

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import NormKind
+from triforce_core.model.parts.ngrams import NGramTable
 from triforce_core.model.sharing.share import Share
 from triforce_kernels.weights.stored import SplitWeight, is_split
 from triforce_offload.checkpoint.reading import read_into
@@ -30,7 +32,7 @@ class RandomCheckpoint:
 
     def pieces(self, name: str) -> list[tuple[int, None]]:
         if "." not in name:
-            return [(self.config.vocab, None)]
+            return [(self.config.last_shapes.get(name, (self.config.vocab,))[0], None)]
         _, layer, part = name.split(".")
         return [(self.config.layers[int(layer)].shapes(self.config.hidden)[part][0], None)]
 
@@ -79,6 +81,10 @@ class RandomCheckpoint:
     def rope_factors(self) -> None:
         return None
 
+    def ngram_table(self) -> NGramTable | None:
+        spec = self.config.ngrams
+        return spec and NGramTable(spec, [_RandomRows(self, (sum(spec.sizes), spec.width))])
+
     def shared(self, share: Share) -> RandomCheckpoint:
         return RandomCheckpoint(share.config)
 
@@ -88,6 +94,19 @@ class RandomCheckpoint:
     def close(self) -> None:
         self._noise.clear()
         self._coded.clear()
+
+
+class _RandomRows(NamedTuple):
+    """Rows of a table, each of which is the same whenever it is looked up."""
+
+    checkpoint: RandomCheckpoint
+    shape: tuple[int, int]
+
+    def lookup(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        found = torch.empty(len(rows), self.shape[1], dtype=dtype)
+        for row, into in zip(rows.tolist(), found, strict=True):
+            self.checkpoint._fill(into, row * self.shape[1])
+        return found
 
 
 class _Noise:

@@ -8,16 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from triforce_core.model.families.family import (
-    Family,
-    Layers,
-    granite_scales,
-    layer,
-    with_windows,
-)
+from triforce_core.model.families.family import Family, Layers, granite_scales, layer, with_windows
 from triforce_core.model.families.gemma import GEMMA
 from triforce_core.model.families.latent import LATENT
 from triforce_core.model.families.mamba import MAMBA
+from triforce_core.model.families.qwen4 import QWEN4
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import windows, windows_if_shorter
 from triforce_core.model.families.recurrent import RECURRENT
@@ -257,5 +252,6 @@ FAMILIES = {
         *MAMBA,
         *SIGMOID,
         *LATENT,
+        *QWEN4,
     )
 }

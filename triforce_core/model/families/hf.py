@@ -33,6 +33,7 @@ _AROUND_TEXT = {
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "Qwen4ExpForConditionalGeneration": "qwen4_exp_text",
 }
 # Fields that `text_config` may leave to the config around it.
 _OUTER = ("quantization_config", "compression_config", "tie_word_embeddings", "eos_token_id")

@@ -5,27 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from triforce_core.model.families.family import (
-    Family,
-    Layers,
-    activation,
-    granite_scales,
-    layer,
-)
+from triforce_core.model.families.family import Family, Layers, activation, granite_scales, layer
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import FULL
 from triforce_core.model.families.recurrent import LINEAR
 from triforce_core.model.families.sigmoid import sigmoid_router
 from triforce_core.model.families.sparse import experts_of, renamed
-from triforce_core.model.feed_forward import (
-    MLP,
-    Activation,
-    DenseMLP,
-    Experts,
-    NoMLP,
-    Router,
-)
-from triforce_core.model.layers import Mamba2, NormKind
+from triforce_core.model.feed_forward import MLP, Activation, DenseMLP, Experts, NoMLP, Router
+from triforce_core.model.layers import NormKind
+from triforce_core.model.parts.recurrent import Mamba2
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Kinds of layers by the names, and by the letters, that older configs have for them.

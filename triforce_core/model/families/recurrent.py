@@ -9,7 +9,8 @@ from triforce_core.model.families.family import Family, Layers, layer
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import FULL
 from triforce_core.model.feed_forward import MLP
-from triforce_core.model.layers import DeltaNet, Mixer, NormKind, ShortConv
+from triforce_core.model.layers import Mixer, NormKind
+from triforce_core.model.parts.recurrent import DeltaNet, ShortConv
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 LINEAR, CONV = "linear_attention", "conv"

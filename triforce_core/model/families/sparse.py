@@ -95,7 +95,7 @@ def _sparse_of_qwen(fields: Fields, count: int) -> list[bool]:
     return [(index + 1) % step == 0 and index not in dense for index in range(count)]
 
 
-def _beside_a_gated_one(fields: Fields, router: Router) -> Experts:
+def beside_a_gated_one(fields: Fields, router: Router) -> Experts:
     """Return experts beside a shared one, the output of which a gate scales."""
     shared = fields.whole("shared_expert_intermediate_size")
     return experts_of(fields, "num_experts", router, shared=shared, gated_shared=True)
@@ -104,7 +104,7 @@ def _beside_a_gated_one(fields: Fields, router: Router) -> Experts:
 def _qwen2_moe(fields: Fields, count: int) -> Layers:
     first = fields.whole("max_window_layers", 28, least=0)
     seen = windows(fields, count, lambda index: index % 2 == 0 and index < first)
-    experts = _beside_a_gated_one(fields, Router(normalised=fields.flag("norm_topk_prob", False)))
+    experts = beside_a_gated_one(fields, Router(normalised=fields.flag("norm_topk_prob", False)))
     bias, sparse = fields.flag("qkv_bias", True), _sparse_of_qwen(fields, count)
     return _alternating(fields, seen, experts, sparse, qkv_bias=bias)
 
@@ -152,11 +152,11 @@ def _ernie4_5_moe(fields: Fields, count: int) -> Layers:
 
 
 def _qwen3_5_moe(fields: Fields, count: int) -> Layers:
-    return qwen3_5_layers(fields, count, mlp=_beside_a_gated_one(fields, Router()))
+    return qwen3_5_layers(fields, count, mlp=beside_a_gated_one(fields, Router()))
 
 
 def _qwen3_next(fields: Fields, count: int) -> Layers:
-    experts = _beside_a_gated_one(fields, Router(normalised=fields.flag("norm_topk_prob", True)))
+    experts = beside_a_gated_one(fields, Router(normalised=fields.flag("norm_topk_prob", True)))
     layers = qwen3_5_layers(fields, count, mlp=experts)
     dense = DenseMLP(fields.whole("intermediate_size"), experts.activation)
     return tuple(
@@ -231,7 +231,7 @@ _QWEN3_5 = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
-_QWEN3_NEXT = {**_QWEN3_5, "num_experts": 512, "num_experts_per_tok": 10}
+QWEN3_NEXT = {**_QWEN3_5, "num_experts": 512, "num_experts_per_tok": 10}
 _GPT_OSS = {
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -292,7 +292,7 @@ SPARSE = (
         "qwen3_next",
         "Qwen3Next",
         _qwen3_next,
-        defaults=_QWEN3_NEXT,
+        defaults=QWEN3_NEXT,
         norm_kind=NormKind.RMS_PLUS_ONE,
     ),
 )

@@ -11,15 +11,8 @@ from functools import partial
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import MLP, Experts
-from triforce_core.model.layers import (
-    Attention,
-    DeltaNet,
-    LatentAttention,
-    LayerSpec,
-    Mamba2,
-    Mixer,
-    ShortConv,
-)
+from triforce_core.model.layers import Attention, LatentAttention, LayerSpec, Mixer
+from triforce_core.model.parts.recurrent import DeltaNet, Mamba2, ShortConv
 from triforce_core.model.tensors import Pieces
 from triforce_kernels.weights.block_types import ALL_TYPES, INTEGERS, BlockType
 from triforce_offload.checkpoint.quantised.methods import Method, Quantisation
@@ -83,6 +76,8 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
     tied = config.tied
 
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:
+        if tensor in config.last_shapes:
+            return [(config.last_shapes[tensor][0], None)]
         if "." not in tensor:
             kind = _end(name, output=tensor == "head" or tied)
             return [(config.vocab, _whole(kind, config.hidden) if kind != _DENSE else None)]
@@ -112,28 +107,23 @@ def mix_of(quantised: Quantisation | None) -> str | None:
 
 
 def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
-    """Return the name and rows of each matrix that a tensor is made of."""
+    """Return the name and rows of each matrix that a tensor is made of. Those that no other name
+    stands for have their own.
+    """
     mlp = spec.mlp
     experts = isinstance(mlp, Experts)
     width = mlp.shared if experts else mlp.width
-    shapes = spec.shapes(hidden)
-    rows = {
+    rows = {part: [(part, shape[0])] for part, shape in spec.shapes(hidden).items()} | {
         "qkv": _projections(spec.mixer),
         # llama.cpp gives the outputs of attention more bits, and no others.
         "o": [("o" if isinstance(spec.mixer, Attention) else "out", hidden)],
         "gate_up": _gate_up(mlp, width),
         "down": [("down", hidden)],
     }
-    if isinstance(spec.mixer, LatentAttention):
-        ups = ("q_up", "k_up", "v_up")
-        rows |= {part: [(part, shapes[part][0])] for part in ups if part in shapes}
     if experts:
         of_one = [(name + _OF_EXPERTS, count) for name, count in _gate_up(mlp, mlp.width)]
         rows["experts_gate_up"] = of_one * mlp.count
         rows["experts_down"] = [("down" + _OF_EXPERTS, mlp.inner(hidden))] * mlp.count
-        rows |= {
-            part: [(part, shapes[part][0])] for part in ("latent_down", "latent_up") if mlp.latent
-        }
     return rows
 
 
@@ -150,7 +140,8 @@ def _projections(mixer: Mixer) -> list[tuple[str, int]]:
             queries = mixer.queries * (1 + mixer.output_gate)
             qkv = [("q", queries), ("k", mixer.keys), ("v", mixer.keys)]
             qkv = qkv if mixer.projects_values else qkv[:2]
-            return [*qkv, ("gate", mixer.heads)] if mixer.head_gate else qkv
+            gate = [("gate", mixer.heads)] if mixer.head_gate else []
+            return [*qkv, *gate, *([("index", mixer.index.rows)] if mixer.index else [])]
         case DeltaNet():
             rates = [(_DENSE, mixer.value_heads)] * 2
             return [*_joint(mixer), ("gate", mixer.values), *rates]

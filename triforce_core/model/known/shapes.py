@@ -18,7 +18,8 @@ from triforce_core.model.found.names import local
 from triforce_core.model.known.hub_ids import like_known, of_ollamas, shape_of, unsupported_family
 from triforce_core.model.known.mixes import OF_SAFETENSORS, mix_of, pieces_of
 from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
-from triforce_core.model.layers import DeltaNet, LayerSpec
+from triforce_core.model.layers import LayerSpec
+from triforce_core.model.parts.recurrent import DeltaNet
 from triforce_core.model.tensors import Pieces
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import UnsupportedModelError, UsageError

@@ -8,14 +8,8 @@ from functools import cache
 from typing import NamedTuple, Protocol
 
 from triforce_core.model.feed_forward import MLP, Experts
-from triforce_core.model.layers import (
-    Attention,
-    DeltaNet,
-    LatentAttention,
-    Mamba2,
-    Mixer,
-    ShortConv,
-)
+from triforce_core.model.layers import Attention, LatentAttention, Mixer
+from triforce_core.model.parts.recurrent import DeltaNet, Mamba2, ShortConv
 from triforce_offload.errors import UsageError
 
 
@@ -264,6 +258,10 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
         case LatentAttention():
             return DividedLatent(mixer, Heads.divided(mixer.heads, 1, ranks))
         case Attention():
+            if mixer.index and ranks > 1:
+                raise UsageError(
+                    f"layers whose tokens choose their keys do not spread over {ranks} GPUs yet"
+                )
             return DividedAttention(mixer, Heads.divided(mixer.heads, mixer.kv_heads, ranks))
         case DeltaNet():
             heads = Heads.divided(mixer.value_heads, mixer.key_heads, ranks)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from triforce_core.model.tensors import drafter_layouts, kv_shape
+from triforce_core.model.parts.kept import kv_shape
+from triforce_core.model.tensors import drafter_layouts
 from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, without_kernels
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan

@@ -15,24 +15,17 @@ from math import ceil, prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS, Experts
-from triforce_core.model.layers import (
-    Attention,
-    Keeps,
-    LatentAttention,
-    LayerSpec,
-    LinearAttention,
-    Mamba2,
-    Mixer,
-    Recurrent,
-)
-from triforce_core.model.tensors import MatrixBytes, dense_layouts, state_shape
+from triforce_core.model.layers import Attention, LayerSpec, Mixer, Recurrent
+from triforce_core.model.parts.kept import state_shape
+from triforce_core.model.parts.recurrent import LinearAttention, Mamba2
+from triforce_core.model.parts.specs import Keeps
+from triforce_core.model.tensors import MatrixBytes, dense_layouts
 from triforce_core.plan.simulation.launches import (
     CONVOLVE_LAUNCHES,
     DECODE_OPERATIONS,
     DISTRIBUTION_BYTES,
     EXPERT_LAUNCHES,
     FUSED,
-    LATENT_LAUNCHES,
     LAW_PASSES,
     LAW_SEARCH_STEPS,
     LAW_STEP_NUMBERS,
@@ -46,8 +39,11 @@ from triforce_core.plan.simulation.launches import (
     ROTATE_TOUCHES,
     ROUND_LAUNCHES,
     SCORED_KEYS,
+    SELECTION_LAUNCHES,
     SMALL_KERNEL_SECONDS,
     Launches,
+    further_launches,
+    selection_work,
 )
 from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS
 from triforce_offload.kv.shape import KVShape
@@ -93,11 +89,9 @@ class Costs:
         """Return the seconds of a layer before its attention."""
         mixer, matrices, launches = self._layer.mixer, self.matrices, self.launches
         rotated = mixer.queries + mixer.keys
-        touched = NORM_TOUCHES * self.config.hidden + ROTATE_TOUCHES * rotated
+        touched = NORM_TOUCHES * self.config.width + ROTATE_TOUCHES * rotated
         work = self._product(tokens, self.elements[0], matrices.qkv, matrices.layer_read)
-        more = 0
-        if isinstance(mixer, LatentAttention):
-            more = LATENT_LAUNCHES[self.hardware.asynchronous]
+        more, _ = further_launches(self._layer, on_gpu=self.hardware.asynchronous)
         work += self._touch(tokens, touched, launches.small_before + more)
         layer = self._launched(work, launches.before + more, recorded)
         if mixer.norm_over_heads:
@@ -113,13 +107,14 @@ class Costs:
         """Return the seconds of a layer after its attention, with its two sums over GPUs."""
         layers = self.config.layers
         columns = sum(spec.mlp.columns for spec in layers) / len(layers)
-        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * columns
+        touched = (NORM_TOUCHES + 6) * self.config.width + MLP_TOUCHES * columns
         matrices, launches = self.matrices, self.launches
         work = self._product(tokens, self.elements[1], matrices.rest, matrices.layer_read)
         if matrices.experts:
             work += self.experts(tokens)
-        work += self._touch(tokens, touched, launches.small_after)
-        count = launches.after + self.expert_launches(tokens)
+        _, more = further_launches(self._layer, on_gpu=self.hardware.asynchronous)
+        work += self._touch(tokens, touched, launches.small_after + more)
+        count = launches.after + more + self.expert_launches(tokens)
         layer = self._launched(work, count, recorded)
         return layer + 2 * self.all_reduce(tokens)
 
@@ -162,6 +157,9 @@ class Costs:
         rounded: whether keys and values are in 8 bits; a CPU converts them to `dtype` first
         """
         mixer, hardware = self.config.attention, self.hardware
+        if mixer.index:
+            work = selection_work(mixer, mixer.index, tokens, keys, self.dtype.itemsize)
+            return self.piece(*work, SELECTION_LAUNCHES, recorded=recorded)
         token_bytes = _token_bytes(mixer, self.dtype)
         flops = 4.0 * tokens * mixer.queries * keys
         if rounded and hardware.asynchronous:

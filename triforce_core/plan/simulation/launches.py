@@ -7,7 +7,9 @@ from math import prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS
-from triforce_core.model.layers import Attention, LinearAttention, Mixer
+from triforce_core.model.layers import Attention, LatentAttention, LayerSpec, Mixer
+from triforce_core.model.parts.recurrent import LinearAttention
+from triforce_core.model.parts.specs import Indexer
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.weights.formats import Read
@@ -100,7 +102,35 @@ EXPERT_LAUNCHES = (11, 6)
 # of parts of what is projected, two products by heads, one of queries, and what puts vectors
 # together (`model/mixers.LatentMixer`, `experts/heads`).
 LATENT_LAUNCHES = (65, 17)
+# Further launches of residual streams before a mixer, and as many before an MLP, in PyTorch and in
+# Triton: two products around SiLU, a gated mean, and the product that weighs what is added
+# (`kernels/streams`).
+STREAM_LAUNCHES = (24, 6)
+# Operations of attention to chosen keys in a layer that decodes, about 80 on average over lengths
+# (`attention/selection`), and how often these touch the score of a block, sorting included.
+SELECTION_LAUNCHES, SCORE_TOUCHES = 80, 16
 NORM_PARTS = ("input_norm", "qkv")
+
+
+def further_launches(spec: LayerSpec, *, on_gpu: bool) -> tuple[int, int]:
+    """Return the launches beyond `Launches` of a layer, before its attention and after it."""
+    latent = LATENT_LAUNCHES[on_gpu] if isinstance(spec.mixer, LatentAttention) else 0
+    streams = STREAM_LAUNCHES[on_gpu] if spec.streams else 0
+    return latent + streams, streams
+
+
+def selection_work(
+    mixer: Attention, index: Indexer, tokens: int, keys: int, itemsize: int
+) -> tuple[float, float]:
+    """Return the bytes and flops of the attention of `tokens` rows to the keys that they choose: of
+    the vectors of all blocks, their scores, and the chosen keys and values, copied for each row.
+    """
+    blocks, chosen = keys // index.block, min(keys, index.all_seen)
+    vectors = blocks * index.dim * (itemsize + 2 * 4)
+    scores = 4 * tokens * blocks * (SCORE_TOUCHES + index.heads)
+    nbytes = vectors + scores + 3 * tokens * chosen * mixer.kept * itemsize
+    flops = 2.0 * tokens * (index.heads * index.dim * blocks + 2 * mixer.queries * chosen)
+    return nbytes, flops
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:

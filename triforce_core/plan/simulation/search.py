@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
-from triforce_core.plan.fitting import needs_weights
+from triforce_core.plan.fitting import needs_keys, needs_weights
 from triforce_core.plan.formats import splits_blocks
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.candidates import Candidate, candidates
@@ -115,7 +115,8 @@ def _ways(case: Case) -> list[Case]:
                 ways.append(replace(case, split=SPLIT_EXPERTS))
         elif _may_split_blocks(case):
             ways.append(replace(case, split=SPLIT))
-    if "kv" in case.auto and splits and case.config.kv_layers:
+    stores_blocks = case.config.kv_layers and not case.config.chooses_keys
+    if "kv" in case.auto and splits and stores_blocks:
         ways += [replace(each, split_kv=True) for each in ways]
     return ways
 
@@ -238,6 +239,10 @@ def _budgets(case: Case) -> tuple[int, ...]:
     if method == "speculative" and case.draft == NO_DRAFTER:
         raise UsageError("--method speculative needs a drafter, and --draft is none")
     if method in ("speculative", "autoregressive"):
+        return (0,)
+    if case.config.chooses_keys:
+        if budget:
+            raise needs_keys(budget, case.config.family)
         return (0,)
     streamed = case.fixed.get("streamed_layers", ())
     instead = [

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from triforce_core.model.checkpoints.naming.pieces import Change, Piece, minus_exp, pieces_of
-from triforce_core.model.layers import DeltaNet, Mamba2, Recurrent, ShortConv
+from triforce_core.model.layers import Recurrent
+from triforce_core.model.parts.recurrent import DeltaNet, Mamba2, ShortConv
 from triforce_offload.checkpoint.source import Corner
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from triforce_core.model.families.reading.fields import Fields
-from triforce_core.model.layers import Keeps, LayerSpec
+from triforce_core.model.layers import LayerSpec
+from triforce_core.model.parts.specs import Keeps
 from triforce_offload.errors import UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -7,18 +7,17 @@ from functools import partial
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
-from triforce_core.model.layers import (
-    Attention,
-    LatentAttention,
-    LinearAttention,
-    Mamba2,
-    Mixer,
-    Recurrent,
-)
+from triforce_core.model.layers import Attention, LatentAttention, Mixer, Recurrent
+from triforce_core.model.parts.recurrent import LinearAttention, Mamba2
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
+from triforce_core.plan.temporaries.parts_bytes import (
+    capped_bytes,
+    chosen_in_pass_bytes,
+    chosen_in_prompt_bytes,
+    streams_bytes,
+)
 from triforce_kernels.counts import cdiv
 from triforce_kernels.limits import (
-    CAPPED_KEYS,
     CAPPED_ROWS,
     DELTA_ROWS,
     EXPERT_TILE,
@@ -48,7 +47,7 @@ def prompt_bytes(
     chunk = min(chunk, tokens)
     keys, sizes = config.attention.kept, [head_dim for _, head_dim in config.rotations]
     # Cosines and sines, of each kind.
-    whole = tokens * (config.hidden + keys + 2 * sum(sizes)) * itemsize
+    whole = tokens * (config.width + keys + 2 * sum(sizes)) * itemsize
     if by_host:
         # Tokens and positions; elsewhere a layer's temporaries have room for them.
         whole += tokens * 8 * 2
@@ -90,7 +89,7 @@ def _layers_bytes(
 
     mixed: returns the bytes of a mixer's operation between its projections
     """
-    hidden, largest = config.hidden, 0
+    hidden, largest = config.hidden, streams_bytes(config, tokens, itemsize)
     for spec in config.distinct_layers:
         if isinstance(spec.mixer, LatentAttention):
             mixer = _latent_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
@@ -205,7 +204,8 @@ def _mixer_prefill_bytes(
         delta = _delta_bytes(mixer, at_once, FOLD_TOKENS, by_host)
         return max(rows * mixer.channels * 4 * 2, delta)
     attended = _wide_bytes(mixer, rows, itemsize) if by_host else _merged_bytes(mixer, rows)
-    attended += _capped_bytes(mixer, min(rows, CAPPED_ROWS), text_tokens)
+    attended += capped_bytes(mixer, min(rows, CAPPED_ROWS), text_tokens)
+    attended += chosen_in_prompt_bytes(mixer, rows, itemsize, text_tokens)
     if not mixer.window:
         return attended
     past = held_tokens(mixer.window, text_tokens)
@@ -231,7 +231,8 @@ def _mixer_pass_bytes(
         seen = MOST_HELD + 2 * tokens
         convolution = tokens * mixer.channels * (mixer.taps * (itemsize + 4) + 4)
         return max(convolution, _delta_bytes(mixer, tokens, seen, by_host))
-    merged = _merged_bytes(mixer, tokens) + _capped_bytes(mixer, tokens, text_tokens)
+    merged = _merged_bytes(mixer, tokens) + capped_bytes(mixer, tokens, text_tokens)
+    merged += chosen_in_pass_bytes(mixer, tokens, itemsize, text_tokens)
     if not mixer.window or by_host:
         return merged
     keys = window_capacity(mixer.window, text_tokens, tokens)
@@ -255,18 +256,6 @@ def _delta_bytes(mixer: Recurrent, rows: int, seen: int, by_host: bool) -> int:
 
 def _merged_bytes(mixer: Attention, tokens: int) -> int:
     return tokens * mixer.queries * 4 * 2
-
-
-def _capped_bytes(mixer: Attention, rows: int, text_tokens: int) -> int:
-    """Return the bytes for scores of `rows` rows that have a cap: which keys they see, and of some
-    keys at a time the scores, a mask, keys and values, in float32, and what they add up to.
-    """
-    if mixer.score_cap is None:
-        return 0
-    keys = min(CAPPED_KEYS, text_tokens)
-    scores = rows * keys * (mixer.heads + mixer.heads // mixer.kv_heads + 2)
-    sums = 4 * rows * mixer.queries
-    return (scores + keys * mixer.kept + sums) * 4 + rows * text_tokens * 3
 
 
 def _wide_bytes(mixer: Attention, tokens: int, itemsize: int) -> int:
