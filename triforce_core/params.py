@@ -17,9 +17,29 @@ from triforce_offload.errors import UsageError
 MOST_LOGPROBS = 20
 
 
+P, R, C = ParamSpec("P"), TypeVar("R"), TypeVar("C")
+
+
+def _with_known_fields(cls: type[C]) -> type[C]:
+    """Make a class name the nearest fields if it is given one that it does not have."""
+    made = cls.__init__
+    known = inspect.signature(made).parameters
+
+    @wraps(made)
+    def checked(self: C, *args: Any, **given: Any) -> None:
+        for name in given.keys() - known.keys():
+            raise UnknownFieldError(f"sampling has no setting {name!r}; {_nearest(name)}")
+        made(self, *args, **given)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_with_known_fields
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request samples and when it stops. Raises UsageError for values out of range.
+    """How a request samples and when it stops. Raises UsageError for values out of range, and
+    UnknownFieldError, which names the nearest fields.
 
     max_new_tokens: the most tokens to generate
     temperature: sampling temperature; 0 takes the arg-max
@@ -56,12 +76,6 @@ class SamplingParams:
     logprobs: int | None = None
     grammar: str | None = None
     json_schema: str | Mapping[str, Any] | None = None
-
-    def __new__(cls, *_: Any, **given: Any) -> SamplingParams:
-        """Raises UnknownFieldError, which names the nearest fields."""
-        for name in given.keys() - cls.__dataclass_fields__.keys():
-            raise UnknownFieldError(f"sampling has no setting {name!r}; {_nearest(name)}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         _require("max_new_tokens", self.max_new_tokens, _whole(self.max_new_tokens, 1), "1 or more")
@@ -130,9 +144,6 @@ class SamplingParams:
     @property
     def tells_logprobs(self) -> bool:
         return self.logprobs is not None
-
-
-P, R = ParamSpec("P"), TypeVar("R")
 
 
 def without_fields(method: Callable[P, R]) -> Callable[P, R]:

@@ -261,7 +261,7 @@ def test_the_command_plans_with_a_processor(capsys) -> None:
     code, _, err = run(capsys, *words, "--host-flops=1e12")
     assert (code, "--host-flops needs --host-bandwidth" in err) == (2, True)
     code, _, err = run(capsys, *words, "--host-bandwidth=60GB/s", "--host-flops=-1")
-    assert (code, "--host-flops must be positive and finite" in err) == (2, True)
+    assert (code, "a rate of operations must be positive and finite" in err) == (2, True)
 
 
 def test_a_share_changes_a_plan_file(capsys, tmp_path: Path) -> None:
