@@ -125,11 +125,11 @@ class RecordedForwards(Generic[Result]):
             visible = torch.zeros(size, drafted, dtype=torch.bool, device=device)
             if rows.lines is not None:
                 lines = torch.zeros(size, rows.lines.shape[1], dtype=torch.int64, device=device)
-        wide = model.no_states().new_zeros(2, size, model.config.hidden)
+        zeros, config = model.no_states().new_zeros, model.config
         inputs = Inputs(
             ForwardBatch(tokens, positions, drafted=visible, lines=lines),
-            wide[0] if model.embeds_apart else None,
-            wide[1] if self._has_states else None,
+            zeros(size, config.hidden) if model.embeds_apart else None,
+            zeros(size, config.width) if self._has_states else None,
             model.taps(self._taps, range(size)),
         )
         return _FixedForward(model, self._cache, self._compute, inputs)

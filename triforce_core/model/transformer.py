@@ -217,7 +217,7 @@ class Model:
         """Return taps for a forward of which some rows are copied; None if no layer is tapped."""
         if not layers:
             return None
-        width = len(layers) * self.config.hidden
+        width = len(layers) * self.config.width
         return Taps(layers, self.ends.norm.new_empty(sum(map(len, rows)), width), rows)
 
     def scores(self, normed: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def head_states_bytes(
     rows = max_draft_tokens + 1 + 2 * LONGEST_RECORDED
     tapped = max(rows, window + SINKS) * config.layers[0].joins.tapped_width(config.hidden)
     # States of the tokens of the window, those before them, and a copy.
-    return (tapped + 3 * (window + SINKS) * config.hidden) * itemsize
+    return (tapped + 3 * (window + SINKS) * config.width) * itemsize
 
 
 def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:

@@ -118,9 +118,12 @@ def _case(args: argparse.Namespace) -> Case:
         most = min(DEFAULT_CONTEXT, shape.published or config.positions)
         context = planned.context_tokens if planned else most
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
-    has_head = draft == AUTO and publishes_head(config)
+    may_head = shape.has_head and publishes_head(config)
+    has_head = draft == AUTO and may_head
     if has_head:
         draft = MTP
+    if draft == MTP and not may_head:
+        raise UsageError(f"--draft mtp: {args.model} has no MTP head that is known")
     if draft == EAGLE3 and args.save:
         raise UsageError("--save needs the head that a run takes: give --draft its directory")
     draft_config = _draft_config(draft, config)
@@ -186,8 +189,6 @@ def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
     if draft in (AUTO, NGRAM, NO_DRAFTER):
         return None
     if draft == MTP:
-        if not publishes_head(config):
-            raise UsageError(f"--draft mtp: {config.family} models have no MTP head that is known")
         return mtp_config(config)
     if draft == EAGLE3:
         return typical_eagle3(config)

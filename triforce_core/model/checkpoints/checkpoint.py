@@ -24,6 +24,8 @@ from triforce_core.model.checkpoints.mtp import (
     layer_prefix,
     like_head,
     mtp_config,
+    shapes_of,
+    without_index,
 )
 from triforce_core.model.checkpoints.naming.names import gguf_names, hf_names
 from triforce_core.model.checkpoints.naming.pieces import (
@@ -179,8 +181,9 @@ class Checkpoint:
         renamed += [
             prefix + name.removeprefix(names.layer) for name in held if name.startswith(names.layer)
         ]
-        pieces = head_pieces(naming(self.config, renamed), full, names)
-        head = MtpHead(self, mtp_config(self.config), pieces)
+        config = mtp_config(self.config)
+        like = naming(without_index(self.config), renamed)
+        head = MtpHead(self, config, head_pieces(like, full, names, shapes_of(config)))
         complete = all(
             name in held and fits(self._source.shape(name), shape)
             for name, shape in head.stored_shapes()

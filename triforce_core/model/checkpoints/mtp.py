@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes, windowed
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.heads.joins import Mtp
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.feed_forward import Shapes
+from triforce_core.model.heads.joins import Mtp, StreamsMtp
+from triforce_core.model.layers import Attention, LayerSpec
 from triforce_core.model.sharing.share import Pieces, Share
-from triforce_kernels.weights.block_types import F8_E4M3, BlockType
+from triforce_kernels.weights.block_types import F8_E4M3, NVFP4, BlockType
 
 if TYPE_CHECKING:
     from triforce_kernels.weights.linear import Weight
@@ -25,29 +26,42 @@ class HeadNames(NamedTuple):
     """How files name the tensors of a head with one layer.
 
     layer: with what the names of the layer's own tensors begin
-    token_norm, state_norm, join, norm: full names of the others
+    others: full names of those that layers of the model do not have, by ours
     """
 
     layer: str
-    token_norm: str
-    state_norm: str
-    join: str
-    norm: str
+    others: Mapping[str, str]
 
 
+_JOINS = ("token_norm", "state_norm", "join", "norm")
 _QWEN = HeadNames(
     "mtp.layers.0.",
-    "mtp.pre_fc_norm_embedding.weight",
-    "mtp.pre_fc_norm_hidden.weight",
-    "mtp.fc.weight",
-    "mtp.norm.weight",
+    {
+        "token_norm": "mtp.pre_fc_norm_embedding.weight",
+        "state_norm": "mtp.pre_fc_norm_hidden.weight",
+        "join": "mtp.fc.weight",
+        "norm": "mtp.norm.weight",
+    },
+)
+_MIXER = "mtp.hyper_connection_mixer."
+_OF_STREAMS = HeadNames(
+    "mtp.layers.0.",
+    {
+        "token_norm": "mtp.pre_fc_norm_embedding.weight",
+        "state_norm": "mtp.pre_fc_norm_hidden.weight",
+        "join_token": "mtp.fc_embedding.weight",
+        "join_state": "mtp.fc_hidden.weight",
+        "last_mix_norm": f"{_MIXER}hc_norm.weight",
+        "last_mix_down": f"{_MIXER}input_mix_weight_down.weight",
+        "last_mix_up": f"{_MIXER}input_mix_weight_up.weight",
+    },
 )
 
 
 _GGUF_NORM = "shared_head_norm"
 # Families whose published files have a head.
 _PUBLISHED = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe", "glm4_moe_lite")
-_PUBLISHED += ("deepseek_v3",)
+_PUBLISHED += ("deepseek_v3", "qwen4_exp_text")
 
 
 def like_head(config: ModelConfig) -> int:
@@ -58,9 +72,25 @@ def like_head(config: ModelConfig) -> int:
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:
-    """Return the config of a model's MTP head: a full-attention layer like the model's own."""
-    spec: LayerSpec = config.layers[like_head(config)]
-    return replace(config, layers=(replace(spec, joins=Mtp()),))
+    """Return the config of a model's MTP head: a full-attention layer like the model's own. It sees
+    a window (`plan.levels.WINDOW`), in which tokens would choose all keys.
+    """
+    spec: LayerSpec = without_index(config).layers[like_head(config)]
+    joins = StreamsMtp(config.streams) if config.streams else Mtp()
+    return replace(config, layers=(replace(spec, joins=joins),))
+
+
+def without_index(config: ModelConfig) -> ModelConfig:
+    """Return a config whose tokens choose no keys."""
+    if not config.chooses_keys:
+        return config
+    layers = (
+        replace(spec, mixer=replace(spec.mixer, index=None))
+        if isinstance(spec.mixer, Attention)
+        else spec
+        for spec in config.layers
+    )
+    return replace(config, layers=tuple(layers))
 
 
 def publishes_head(config: ModelConfig) -> bool:
@@ -69,17 +99,20 @@ def publishes_head(config: ModelConfig) -> bool:
 
 
 def planned_pieces(config: ModelConfig, pieces: Pieces) -> Pieces:
-    """Return the pieces of the head of a model that is quantised alike. FP8 checkpoints are taken
-    to have heads in 16 bits.
+    """Return the pieces of the head of a model that is quantised alike. Checkpoints in NVFP4 are
+    taken to have heads in 16 bits, and those in FP8, but that of Qwen3.8-Flash-Next.
 
     config: of the whole model. pieces: of its matrices, or of a rank's share of them
     """
-    full = like_head(config)
+    full, dense = like_head(config), (NVFP4,) if config.streams else (NVFP4, F8_E4M3)
 
     def of_head(name: str) -> list[tuple[int, BlockType | None]]:
         part = name.split(".")[-1]
-        found = pieces(f"layers.{full}.{'o' if part == 'join' else part}")
-        return [(rows, None if kind is F8_E4M3 else kind) for rows, kind in found]
+        found = pieces(f"layers.{full}.{'o' if part.startswith('join') else part}")
+        if part == "qkv" and config.chooses_keys:
+            # The last is that of the index.
+            found = found[:-1]
+        return [(rows, None if kind in dense else kind) for rows, kind in found]
 
     return of_head
 
@@ -93,10 +126,11 @@ def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
 
     layers: number of layers of the model
     """
-    own, rest = f"blk.{layers}.", ("enorm", "hnorm", "eh_proj")
-    llama_cpp = HeadNames(own, *(f"{own}nextn.{each}.weight" for each in (*rest, _GGUF_NORM)))
-    own = f"model.layers.{layers}."
-    deepseek = HeadNames(own, *(f"{own}{each}.weight" for each in (*rest, "shared_head.norm")))
+    block, layer, rest = f"blk.{layers}.", f"model.layers.{layers}.", ("enorm", "hnorm", "eh_proj")
+    of_gguf = (f"{block}nextn.{each}.weight" for each in (*rest, _GGUF_NORM))
+    llama_cpp = HeadNames(block, dict(zip(_JOINS, of_gguf, strict=True)))
+    of_files = (f"{layer}{each}.weight" for each in (*rest, "shared_head.norm"))
+    deepseek = HeadNames(layer, dict(zip(_JOINS, of_files, strict=True)))
     further = (
         "mtp.layers.1.input_layernorm.weight",
         "mtp.embed_tokens.weight",
@@ -105,7 +139,8 @@ def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
     )
     if not names.isdisjoint(further):
         return None
-    return next((each for each in (_QWEN, llama_cpp, deepseek) if each.join in names), None)
+    kinds = (_QWEN, _OF_STREAMS, llama_cpp, deepseek)
+    return next((each for each in kinds if names.issuperset(each.others.values())), None)
 
 
 def layer_prefix(of_model: Callable[[str], list[Piece]], layer: int) -> str:
@@ -115,29 +150,33 @@ def layer_prefix(of_model: Callable[[str], list[Piece]], layer: int) -> str:
 
 
 def head_pieces(
-    of_model: Callable[[str], list[Piece]], full: int, names: HeadNames
+    of_model: Callable[[str], list[Piece]], full: int, names: HeadNames, shapes: Shapes
 ) -> Callable[[str], list[Piece]]:
     """Return the pieces of each tensor of a head.
 
     of_model: returns the pieces of a tensor of the model, by its name
     full: index of a full-attention layer of the model, as which the head's layer is named
+    shapes: of the head's tensors, see `shapes_of`
     """
     prefix = layer_prefix(of_model, full)
     (norm,) = of_model("norm")
-    others = names._asdict()
 
     def pieces(name: str) -> list[Piece]:
         part = name.split(".")[-1]
-        if part == "join":
-            return [Piece(names.join, norm.rows)]
-        if part in others:
-            return [replace(norm, name=others[part])]
+        if other := names.others.get(part):
+            piece = norm if part.endswith("norm") else Piece(other, 0)
+            return [replace(piece, name=other, rows=shapes[part][0])]
         return [
             replace(piece, name=names.layer + piece.name.removeprefix(prefix))
             for piece in of_model(f"layers.{full}.{part}")
         ]
 
     return pieces
+
+
+def shapes_of(config: ModelConfig) -> Shapes:
+    """Return the shapes of all tensors of a head. config: see `mtp_config`"""
+    return config.layers[0].shapes(config.hidden) | config.last_shapes
 
 
 class Whole(Protocol):
@@ -195,8 +234,7 @@ class MtpHead:
 
     def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the tensors that files hold for the head, with their shapes."""
-        hidden = self.config.hidden
-        for part, shape in (self.config.layers[0].shapes(hidden) | {"norm": (hidden,)}).items():
+        for part, shape in shapes_of(self.config).items():
             yield from stored_shapes(self._pieces(part), shape)
 
     def tokens(self) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.heads.joins import Eagle3, Join, Mtp
+from triforce_core.model.heads.joins import Eagle3, Join, Mtp, StreamsMtp
 from triforce_core.model.rope import Rope
 from triforce_core.model.transformer import Ends, Model
 from triforce_kernels.weights.linear import Weight, linear
@@ -125,6 +125,36 @@ class MtpHead(Head):
         return linear(torch.cat(both, 1), w["join"]), None
 
 
+class StreamsMtpHead(MtpHead):
+    """See `joins.StreamsMtp`."""
+
+    def __init__(self, config: ModelConfig, target: Model, own: OwnTensors) -> None:
+        self._target = target
+        self.tapped = config.layers[0].joins.taps(len(target.config.layers))
+        tensors = own.tensors
+        mean = tensors["last_mix_down"], tensors["last_mix_up"]
+        ends = replace(target.ends, norm=tensors["last_mix_norm"], mean=mean, ngrams=None)
+        Model.__init__(self, config, ends, target.rope, target.device, target.ranks)
+
+    def states(self, tapped: torch.Tensor) -> torch.Tensor:
+        """Head.states."""
+        return tapped
+
+    def after(self, hidden: torch.Tensor) -> After:
+        """Head.after."""
+        return After(hidden, self.scores(self.normed(hidden)))
+
+    def _joined(
+        self, w: Views, embedded: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Head._joined."""
+        count = self.config.streams.count
+        token = linear(self._norm(embedded, w["token_norm"]), w["join_token"])
+        streams = self._norm(states, w["state_norm"]).view(-1, self.config.hidden)
+        joined = linear(streams, w["join_state"]).unflatten(0, (-1, count))
+        return (joined + token.unsqueeze(1)).flatten(1), None
+
+
 class Eagle3Head(Head):
     """See `joins.Eagle3`."""
 
@@ -180,5 +210,6 @@ class Eagle3Head(Head):
 
 HEADS: dict[type[Join], Callable[[ModelConfig, Model, OwnTensors], Head]] = {
     Mtp: MtpHead,
+    StreamsMtp: StreamsMtpHead,
     Eagle3: Eagle3Head,
 }

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from triforce_core.model.feed_forward import Shapes
+from triforce_core.model.parts.specs import Streams
 
 
 class Join(ABC):
@@ -89,6 +90,26 @@ class Mtp(Join):
 
     def ends(self, hidden: int, vocab: int) -> Shapes:
         return {"norm": (hidden,)}
+
+
+@dataclass(frozen=True)
+class StreamsMtp(Mtp):
+    """The same of a model with residual streams (Qwen4; SGLang's `qwen4_exp_mtp`): the state is all
+    of a token's streams, before their mean. They are normed together, and multiplied one by one;
+    the product with the embedding is added to each.
+    """
+
+    streams: Streams
+
+    def tapped_width(self, hidden: int) -> int:
+        return self.streams.count * hidden
+
+    def of_layer(self, shapes: Shapes, hidden: int) -> Shapes:
+        norms = {"token_norm": (hidden,), "state_norm": (self.streams.count * hidden,)}
+        return {**norms, "join_token": (hidden, hidden), "join_state": (hidden, hidden), **shapes}
+
+    def ends(self, hidden: int, vocab: int) -> Shapes:
+        return self.streams.of_mean(hidden, "last")
 
 
 @dataclass(frozen=True)

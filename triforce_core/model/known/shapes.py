@@ -261,12 +261,14 @@ class Shape:
     dtype: number type in which it is published, None if it is quantised or not known
     published: number of positions that its published files declare, if its authors describe how to
         have more of them: by a rope scaling in config.json
+    has_head: whether its files have the MTP head that its family publishes, if any
     """
 
     config: ModelConfig
     pieces: Pieces | None = None
     dtype: str | None = None
     published: int | None = None
+    has_head: bool = True
 
 
 def read_shape(name: str) -> ModelConfig:
@@ -295,8 +297,12 @@ def read_model(name: str) -> Shape:
         shape = replace(_of_config(SHAPES[known]), published=_published(known))
         if not mix:
             return shape
-        config = shape.config if mix.upper() in OF_SAFETENSORS else _in_gguf(shape.config)
-        return replace(shape, config=config, pieces=pieces_of(config, mix), dtype=None)
+        config, has_head = shape.config, True
+        if mix.upper() not in OF_SAFETENSORS:
+            # llama.cpp's converter leaves out a head of residual streams.
+            config, has_head = _in_gguf(config), config.streams is None
+        pieces = pieces_of(config, mix)
+        return replace(shape, config=config, pieces=pieces, dtype=None, has_head=has_head)
     path = local(name) or cached(name) or Path(name)
     if path.is_dir():
         return _of_folder(path)
@@ -305,7 +311,8 @@ def read_model(name: str) -> Shape:
         try:
             quantised = checkpoint.stored_dtype is None
             pieces = _pieces_read(checkpoint) if quantised else None
-            return Shape(checkpoint.config, pieces, checkpoint.stored_dtype)
+            has_head = checkpoint.mtp_head is not None
+            return Shape(checkpoint.config, pieces, checkpoint.stored_dtype, has_head=has_head)
         finally:
             checkpoint.close()
     if not path.exists() and (family := unsupported_family(name)):
