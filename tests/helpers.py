@@ -118,16 +118,28 @@ def add_head(directory: Path, model: torch.nn.Module, seed: int = 0) -> dict[str
         torch.Generator().manual_seed(seed),
     )
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"]
-    layer = kinds.index("full_attention") if len(kinds) > 1 else model.config.num_hidden_layers - 1
+    streams = getattr(model.config, "hc_count", 0)
+    full = "indexed_attention" if streams else "full_attention"
+    layer = kinds.index(full) if len(kinds) > 1 else model.config.num_hidden_layers - 1
     width, whole = model.config.hidden_size, f"model.layers.{layer}."
     shapes = {
         name.replace(whole, "mtp.layers.0."): tensor.shape
         for name, tensor in held.items()
         if name.startswith(whole)
     }
-    shapes |= {"mtp.fc.weight": torch.Size((width, 2 * width))}
-    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    shapes |= {f"mtp.{name}.weight": torch.Size((width,)) for name in norms}
+    norms = {"pre_fc_norm_embedding": width, "pre_fc_norm_hidden": (streams or 1) * width}
+    if streams:
+        last = "hyper_connection_mixer."
+        shapes |= {
+            name.replace("model.", "mtp."): tensor.shape
+            for name, tensor in held.items()
+            if name.startswith(f"model.{last}")
+        }
+        shapes |= {f"mtp.fc_{each}.weight": (width, width) for each in ("embedding", "hidden")}
+    else:
+        shapes |= {"mtp.fc.weight": (width, 2 * width)}
+        norms["norm"] = width
+    shapes |= {f"mtp.{name}.weight": (size,) for name, size in norms.items()}
     head = {n: torch.randn(shape, generator=generator) * 0.2 for n, shape in shapes.items()}
     stored = head
     if model.config.model_type in ("glm4_moe", "glm4_moe_lite", "deepseek_v3"):

@@ -24,6 +24,7 @@ class StoredRows:
     kind: block type that it is stored in, None for numbers of their own
     dtype: name of the torch dtype of these
     name: its name, for errors
+    scale: factor of all numbers
     """
 
     file: OpenedFile
@@ -33,6 +34,7 @@ class StoredRows:
     kind: BlockType | None
     dtype: str
     name: str
+    scale: float = 1.0
 
     def lookup(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return rows as numbers, [rows, columns]. Raises CheckpointError.
@@ -48,7 +50,10 @@ class StoredRows:
         self._fill(memoryview(raw.view(-1).numpy()), wanted.tolist())
         if self.kind:
             return decode(raw, self.kind, dtype)[place]
-        return raw.view(getattr(torch, self.dtype)).to(dtype)[place]
+        numbers = raw.view(getattr(torch, self.dtype))
+        if self.scale != 1:
+            numbers = numbers.float() * self.scale
+        return numbers.to(dtype)[place]
 
     def _fill(self, into: memoryview, rows: Sequence[int]) -> None:
         size, file = self.row_bytes, self.file

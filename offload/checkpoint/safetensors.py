@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.opened import Stored, TensorsFile
-from triforce_offload.checkpoint.quantised.floats import SCALE_SUFFIX
+from triforce_offload.checkpoint.quantised.floats import SCALE_SUFFIX, SCALE_SUFFIXES
 from triforce_offload.checkpoint.quantised.methods import Quantisation
 from triforce_offload.checkpoint.quantised.tensors import quantised_tensors
 from triforce_offload.checkpoint.rows import StoredRows
@@ -131,7 +131,7 @@ class SafetensorsSource:
             target.copy_(decoded[:, before : before + columns])
 
     def rows(self, name: str) -> StoredRows:
-        """TensorSource.rows. Numbers in 8 bits are without their scale."""
+        """TensorSource.rows."""
         file, stored = self._tensors[name]
         dtype = _TORCH_NAMES.get(stored.dtype)
         if len(stored.shape) != 2 or stored.dtype not in _NUMBERS:
@@ -139,7 +139,25 @@ class SafetensorsSource:
                 f"{file.path}: rows of {name} ({stored.dtype}) are not read"
             )
         row_bytes = stored.nbytes // stored.shape[0]
-        return StoredRows(file, stored.shape, stored.start, row_bytes, None, dtype, name)
+        scale = self._scale_of_all(name)
+        return StoredRows(file, stored.shape, stored.start, row_bytes, None, dtype, name, scale)
+
+    def _scale_of_all(self, name: str) -> float:
+        """Return the only scale of a matrix of numbers in 8 bits, 1 if it has none."""
+        import torch
+
+        found = next((name + end for end in SCALE_SUFFIXES if name + end in self._stored), None)
+        if found is None:
+            return 1.0
+        shape = self._stored[found].shape
+        if prod(shape) != 1:
+            raise UnsupportedModelError(
+                f"{self._tensors[found][0].path}: {found} has {prod(shape)} scales; rows of a file "
+                "are read with one for all"
+            )
+        scale = torch.empty(shape)
+        self._read_plain(found, scale, WHOLE)
+        return float(scale)
 
     def whole_numbers(self, name: str) -> torch.Tensor:
         """Return a list of whole numbers, [count] int64. Raises CheckpointError for others."""

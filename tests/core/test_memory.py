@@ -55,7 +55,7 @@ METHODS = [
     *product(("glm4_lite-moe",), ("autoregressive", "ngram", "model", "retrieval")),
     *product(("deepseek_v3-moe",), ("autoregressive", "retrieval")),
     *product(("qwen4_exp-moe",), ("autoregressive", "ngram")),
-    ("qwen3_5", "mtp"),
+    *product(("qwen3_5", "qwen4_exp-moe"), ("mtp",)),
     *product(("llama", "gpt-oss-moe"), ("eagle3",)),
     *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe", "laguna-moe"), ("autoregressive", "ngram")),
 ]
@@ -116,7 +116,7 @@ def test_accounted_bytes_cover_what_is_allocated(
     if prompt_tokens > new_tokens:  # the workspace is for a prompt that fills the context
         # With experts the workspace is for rows that all choose the same one. Where rows need not
         # keep their bits, temporaries are counted that compiled kernels do not take.
-        assert accounted <= (2 if family == "gemma2" else 1.35) * peak
+        assert accounted <= (2 if family == "gemma2" else 1.4) * peak
 
 
 def plain_peaks(path: Path, prompt_tokens: int, **options: object) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from triforce_core.model.elsewhere import moved
 from triforce_core.model.layers import Attention, LatentAttention, LayerSpec
 from triforce_core.model.norms import Norm
 from triforce_core.model.parts.recurrent import DeltaNet, LinearAttention, Mamba2, ShortConv
@@ -111,11 +112,18 @@ class AttentionMixer:
             return attend(self._kv_layer, heads, batch, softmax)
         parts = index.unflatten(1, (-1, spec.index.dim)).contiguous()
         queries = self._norm(parts[:, :-1].contiguous(), w["index_q_norm"])
-        parts[:, :-1] = _rotated(queries, batch.index_rotation(batch.positions))
+
+        def rotated(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            # The processor may compute the layer; angles are the device's.
+            turning = batch.index_rotation(positions)
+            cos, sin = (moved(each, vectors.device).to(vectors.dtype) for each in turning)
+            return _rotated(vectors, (cos, sin))
+
+        parts[:, :-1] = rotated(queries, batch.positions)
 
         def grouped(means: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-            turning = batch.index_rotation(numbers * spec.index.block)
-            return _rotated(self._norm(means, w["index_k_norm"]).unsqueeze(1), turning).squeeze(1)
+            normed = self._norm(means, w["index_k_norm"]).unsqueeze(1)
+            return rotated(normed, numbers * spec.index.block).squeeze(1)
 
         selection = Selection(spec.index.budget, spec.index.block, grouped)
         return cache.attend_selected(self._kv_layer, heads, parts, batch, selection)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from triforce_core.model.config import ModelConfig, RotationKind
-from triforce_core.model.elsewhere import CacheElsewhere, Place, Sums, batch_on, hidden_for
+from triforce_core.model.elsewhere import CacheElsewhere, Place, Sums, batch_on, hidden_for, moved
 from triforce_core.model.fused import FusedLayer
 from triforce_core.model.heads.taps import Taps
 from triforce_core.model.layers import LayerSpec
@@ -238,7 +237,10 @@ class Model:
         batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
         rotations = self.rope.rotations(batch.positions, hidden)
         if index := self.config.index_rotation:
-            turning = partial(self.rope.rotation_of, index, like=hidden)
+
+            def turning(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                return self.rope.rotation_of(index, moved(positions, self.device), like=hidden)
+
             batch = replace(batch, index_rotation=turning)
         kinds = {kind: replace(batch, rotation=each) for kind, each in rotations.items()}
         return {None: batch, **kinds}

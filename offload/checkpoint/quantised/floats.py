@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from triforce_offload.checkpoint.quantised.tensor import Read
 
 # Suffix of the scales of an FP8 tensor: as DeepSeek and Qwen name them, and as others do.
-SCALE_SUFFIX, _OTHER_SUFFIX = "_scale_inv", "_scale"
+SCALE_SUFFIX, _OTHER_SUFFIX = SCALE_SUFFIXES = "_scale_inv", "_scale"
 # Scales of its inputs, which are not rounded here, and zeros that are always 0.
 _UNUSED = ("input_scale", "activation_scale", "input_zero_point", "weight_zero_point")
 _SCALES = ("F32", "F16", "BF16")
@@ -47,7 +47,7 @@ class FP8:
     @classmethod
     def of(cls, name: str, stored: Mapping[str, Stored]) -> FP8:
         """Return the tensor of this name."""
-        names = (name + suffix for suffix in (SCALE_SUFFIX, _OTHER_SUFFIX))
+        names = (name + suffix for suffix in SCALE_SUFFIXES)
         scaled = next((each for each in names if each in stored), name + SCALE_SUFFIX)
         tile, shape = None, stored[name].shape
         if scaled in stored and len(shape) == 2:

@@ -62,6 +62,11 @@ class IndexShape:
         return Mark(length, 0, (tensors["index"].squeeze(1),))
 
     @property
+    def mark_bytes(self) -> int:
+        """Bytes of the mark of the longest text, at most."""
+        return self.layers * self.text_tokens * self.dim * self.dtype.itemsize
+
+    @property
     def marks_bytes(self) -> int:
         """Bytes of all marks in host memory: a text can be cut without any."""
         return 0

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from allocations import allocated_peak
 from helpers import random_ids
 from recent_walks import walk_cuts, walk_trees
 from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.model import elsewhere
+from triforce_core.model.families.hf import from_hf
+from triforce_core.model.layers import Attention
 from triforce_core.model.parts.ngrams import NGramTable
-from triforce_core.model.parts.specs import NGrams
+from triforce_core.model.parts.specs import Indexer, NGrams
+from triforce_core.plan.temporaries.parts_bytes import chosen_in_prompt_bytes
+from triforce_kernels import dispatch
 from triforce_kernels.attention.selection import (
     Newest,
     Selection,
@@ -23,7 +30,8 @@ from triforce_kernels.attention.selection import (
     block_scores,
     slots_of_rows,
 )
-from triforce_offload.errors import UsageError
+from triforce_kernels.dispatch import REFERENCE
+from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 from triforce_offload.forward_batch import ForwardBatch, lines_of
 
 FAMILY = "qwen4_exp-moe"
@@ -71,16 +79,26 @@ def test_a_saved_context_goes_on(tiny, tmp_path: Path) -> None:
     assert result.stats["reused_tokens"] == expected.stats["reused_tokens"] > 70
 
 
-def test_a_table_in_8_bits_is_multiplied_by_its_scale(tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", ["shards", "shards of their own scales", "whole", "whole, inv"])
+def test_a_table_in_8_bits_is_multiplied_by_its_scale(tiny, tmp_path: Path, parts: str) -> None:
     path, _ = tiny(FAMILY)
     texts, scale = [], torch.tensor([0.25])
     tensors = load_file(path / "model.safetensors")
-    table = [name for name in tensors if ".ngram_embedding." in name]
-    coded = {name: (tensors[name] / scale).to(torch.float8_e4m3fn) for name in table}
-    before = table[0].partition("ngram_embedding")[0]
+    shards = sorted(name for name in tensors if ".ngram_embedding." in name)
+    table = {name: tensors.pop(name) for name in shards}
+    before = f"{shards[0].partition('ngram_embedding')[0]}ngram_embedding."
+    if parts.startswith("whole"):
+        table = {f"{before}weight": torch.cat(list(table.values()))}
+    coded = {name: (each / scale).to(torch.float8_e4m3fn) for name, each in table.items()}
+    scales = {
+        "shards": [f"{before}weight_scale"],
+        "shards of their own scales": [f"{name}_scale" for name in shards],
+        "whole": [f"{before}weight_scale"],
+        "whole, inv": [f"{before}weight_scale_inv"],
+    }[parts]
     files = {
-        "whole": {name: each.float() * scale for name, each in coded.items()},
-        "coded": coded | {f"{before}ngram_embedding.weight_scale": scale},
+        "dense": {name: each.float() * scale for name, each in coded.items()},
+        "coded": coded | {name: scale.clone() for name in scales},
     }
     for name, changed in files.items():
         shutil.copytree(path, tmp_path / name)
@@ -88,6 +106,108 @@ def test_a_table_in_8_bits_is_multiplied_by_its_scale(tiny, tmp_path: Path) -> N
         with engine(tmp_path / name) as ours:
             texts.append(ours.generate(random_ids(40), GREEDY).token_ids)
     assert texts[0] == texts[1]
+
+
+def test_scales_of_the_rows_of_a_table_are_refused(tiny, tmp_path: Path) -> None:
+    path, _ = tiny(FAMILY)
+    shutil.copytree(path, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".ngram_embedding." in name)
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=r"\d+ scales; rows of a file"):
+        engine(tmp_path / "model")
+
+
+def test_a_conversation_waits_in_host_memory_while_another_is_served(tiny) -> None:
+    path, _ = tiny(FAMILY)
+    prompt = random_ids(70)
+    with engine(path) as ours:
+        known = prompt + ours.generate(prompt, GREEDY).token_ids
+        expected = ours.generate(known, GREEDY).token_ids
+        ours.generate(prompt, GREEDY)
+        kept = ours.copy_context()
+        ours.generate(random_ids(90, 5), GREEDY)
+        ours.restore(kept)
+        result = ours.generate(known, GREEDY)
+    assert result.token_ids == expected
+    assert result.stats["reused_tokens"] >= 70
+
+
+def test_a_layer_that_the_processor_computes_rotates_its_index_there(tiny, monkeypatch) -> None:
+    """As beside a GPU: positions and angles are on a device, and vectors are not."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    path, _ = tiny(FAMILY)
+    with engine(path) as ours:
+        model = ours.models.target
+        mixer = model._mixers[model.config.kv_layers[-1]]
+        index = model.config.attention.index
+        width, heads = model.config.attention.head_dim, model.config.attention.heads
+    monkeypatch.setattr(dispatch, "_forced", REFERENCE)
+    monkeypatch.setattr(elsewhere, "come", lambda tensor: tensor)
+    taken = []
+
+    class Taking:
+        def attend_selected(self, layer, heads, parts, batch, selection):
+            taken.append((parts, selection))
+            return heads[:, :1]
+
+    def angles(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert positions.device.type in ("cpu", "cuda")
+        return (torch.empty(len(positions), index.dim, device="cuda"),) * 2
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        batch = ForwardBatch(
+            torch.empty(3, dtype=torch.int64, device="cuda"),
+            torch.empty(3, dtype=torch.int64, device="cuda"),
+            index_rotation=angles,
+        )
+        here = {f"index_{each}_norm": torch.empty(index.dim) for each in "qk"}
+        mixer._attended(
+            here, torch.empty(3, heads, width), torch.empty(3, index.rows), Taking(), batch
+        )
+        parts, selection = taken[0]
+        found = selection.grouped(torch.empty(2, index.dim), torch.empty(2, dtype=torch.int64))
+    assert parts.device.type == found.device.type == "cpu"
+
+
+@pytest.mark.parametrize("group", [1, 12])
+def test_a_prompts_attention_takes_the_memory_that_is_planned(group: int) -> None:
+    tokens, rows, dim = 16384, 48, 128
+    index = Indexer(heads=4, dim=32, budget=512, block=4)
+    mixer = Attention(group, 1, dim, index=index)
+    selection = Selection(index.budget, index.block, lambda means, numbers: means)
+    key = torch.randn(1, tokens, dim).bfloat16()
+    query = torch.randn(group, rows, dim).bfloat16()
+    queries = torch.randn(rows, index.heads, index.dim).bfloat16()
+    vectors = torch.randn(tokens, index.dim).bfloat16()
+
+    def run() -> None:
+        blocks = selection.blocks_of(vectors, 0)
+        attend_text_selected(selection, query, key, key, queries, blocks)
+
+    own = query.numel() * 2
+    assert allocated_peak(run, 0) <= chosen_in_prompt_bytes(mixer, rows, 2, tokens) + 2 * own
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"ple_layer_ids": [9]}, CheckpointError, "ple_layer_ids 9 is no recurrent one of"),
+        ({"ple_layer_ids": [0]}, CheckpointError, "ple_layer_ids 0 is no recurrent one of"),
+        ({"ple_layer_ids": [1, 2]}, UnsupportedModelError, "of several layers"),
+        ({"indexer_n_heads": None}, UnsupportedModelError, "without an index of keys"),
+        ({"indexer_budget": 17}, CheckpointError, "17 tokens .indexer_budget. are no whole blocks"),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused(tiny, change, error, message) -> None:
+    path, _ = tiny(FAMILY)
+    raw = json.loads((path / "config.json").read_text())
+    with pytest.raises(error, match=message):
+        from_hf(raw | change, {})
 
 
 def test_nothing_is_retrieved(tiny) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from float_bounds import assert_within
 from head_walks import walk
-from helpers import make_model, random_ids
+from helpers import add_head, make_model, random_ids
 from oracle import greedy
 from safetensors.torch import load_file, save_file
 
@@ -21,27 +21,6 @@ from triforce_core.decoding.contexts.text import Text
 
 FAMILY = "qwen4_exp-moe"
 MIXER = "hyper_connection_mixer."
-
-
-def add_head(directory: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Add a random head to a model's files. Return its tensors."""
-    held = load_file(directory / "model.safetensors")
-    config, generator = model.config, torch.Generator().manual_seed(1)
-    hidden, wide = config.hidden_size, config.hc_count * config.hidden_size
-    whole = f"model.layers.{config.layer_types.index('indexed_attention')}."
-    like = {whole: "mtp.layers.0.", f"model.{MIXER}": f"mtp.{MIXER}"}
-    shapes = {
-        new + name.removeprefix(old): tuple(tensor.shape)
-        for old, new in like.items()
-        for name, tensor in held.items()
-        if name.startswith(old)
-    }
-    shapes |= {f"mtp.fc_{each}.weight": (hidden, hidden) for each in ("embedding", "hidden")}
-    shapes |= {"mtp.pre_fc_norm_embedding.weight": (hidden,)}
-    shapes |= {"mtp.pre_fc_norm_hidden.weight": (wide,)}
-    head = {n: torch.randn(shape, generator=generator) * 0.2 for n, shape in shapes.items()}
-    save_file(held | head, directory / "model.safetensors", metadata={"format": "pt"})
-    return head
 
 
 @pytest.fixture(scope="module")

@@ -169,8 +169,10 @@ class Checkpoint:
     @cached_property
     def mtp_head(self) -> MtpHead | None:
         """The model's MTP head, None if the files have none that is known, or only parts of one."""
-        held = self._source.names()
-        names = head_names(held, len(self.config.layers)) if self.config.kv_layers else None
+        if not self.config.kv_layers:
+            return None
+        held, config = self._source.names(), mtp_config(self.config)
+        names = head_names(held, len(self.config.layers), shapes_of(config))
         if names is None:
             return None
         full, naming = like_head(self.config), hf_names if self.metadata is None else gguf_names
@@ -181,7 +183,6 @@ class Checkpoint:
         renamed += [
             prefix + name.removeprefix(names.layer) for name in held if name.startswith(names.layer)
         ]
-        config = mtp_config(self.config)
         like = naming(without_index(self.config), renamed)
         head = MtpHead(self, config, head_pieces(like, full, names, shapes_of(config)))
         complete = all(

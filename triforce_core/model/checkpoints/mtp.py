@@ -117,7 +117,7 @@ def planned_pieces(config: ModelConfig, pieces: Pieces) -> Pieces:
     return of_head
 
 
-def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
+def head_names(names: frozenset[str], layers: int, shapes: Shapes) -> HeadNames | None:
     """Return how the head is named in files with tensors of these names; None if there is none, or
     one that is not known: with several layers, or Qwen's with an embedding of its own.
 
@@ -125,6 +125,7 @@ def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
     files may have them twice.
 
     layers: number of layers of the model
+    shapes: of the head's tensors, see `shapes_of`
     """
     block, layer, rest = f"blk.{layers}.", f"model.layers.{layers}.", ("enorm", "hnorm", "eh_proj")
     of_gguf = (f"{block}nextn.{each}.weight" for each in (*rest, _GGUF_NORM))
@@ -140,7 +141,8 @@ def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
     if not names.isdisjoint(further):
         return None
     kinds = (_QWEN, _OF_STREAMS, llama_cpp, deepseek)
-    return next((each for each in kinds if names.issuperset(each.others.values())), None)
+    known = (each for each in kinds if shapes.keys() >= each.others.keys())
+    return next((each for each in known if names.issuperset(each.others.values())), None)
 
 
 def layer_prefix(of_model: Callable[[str], list[Piece]], layer: int) -> str:

@@ -71,6 +71,8 @@ def table_of(source: TensorSource, spec: NGrams, names: Sequence[str]) -> NGramT
 
     scale = torch.ones(1)
     prefix = names[0].rpartition("ngram_embedding")[0]
-    if (stored := prefix + _SCALE) in source.names():
+    # That of a whole table is read with its rows.
+    stored = prefix + _SCALE
+    if stored in source.names() and names[0] + "_scale" != stored:
         source.read(stored, scale)
     return NGramTable(spec, [source.rows(name) for name in names], float(scale))

@@ -14,6 +14,7 @@ from triforce_core.model.families.recurrent import LINEAR, qwen3_5_layers
 from triforce_core.model.families.sparse import QWEN3_NEXT, beside_a_gated_one
 from triforce_core.model.feed_forward import Router
 from triforce_core.model.layers import Attention, LayerSpec, NormKind
+from triforce_core.model.parts.recurrent import DeltaNet
 from triforce_core.model.parts.specs import Indexer, NGrams, Streams
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -43,6 +44,10 @@ def _qwen4(fields: Fields, count: int) -> Layers:
         raise UnsupportedModelError(f"{fields.source}: output_gate_type {gate!r} is not supported")
     streams = Streams(fields.whole("hc_count", least=2), fields.whole("hc_lowrank"))
     index, ngrams, at = _index(fields), *_ngrams(fields, streams.count)
+    if index is None:
+        raise UnsupportedModelError(
+            f"{fields.source}: a model without an index of keys (indexer_n_heads) is not supported"
+        )
 
     def changed(spec: LayerSpec, layer: int) -> LayerSpec:
         if isinstance(spec.mixer, Attention):
@@ -52,6 +57,10 @@ def _qwen4(fields: Fields, count: int) -> Layers:
         return replace(spec, mixer=mixer, streams=streams, ngrams=ngrams if layer == at else None)
 
     layers = qwen3_5_layers(inner, count, mlp=experts)
+    if ngrams and not (0 <= at < count and isinstance(layers[at].mixer, DeltaNet)):
+        raise CheckpointError(
+            f"{fields.source}: ple_layer_ids {at + 1} is no recurrent one of {count} layers"
+        )
     return tuple(changed(spec, layer) for layer, spec in enumerate(layers))
 
 
