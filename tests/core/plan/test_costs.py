@@ -13,16 +13,22 @@ from triforce_core.model.families.hf import from_hf
 from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.layers import Attention, LayerSpec
+from triforce_core.model.parts.specs import Streams
 from triforce_core.model.transformer import Ends, Model
 from triforce_core.plan.simulation import costs as constants
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.launches import FUSED, SMALL_KERNEL_SECONDS
+from triforce_core.plan.simulation.launches import (
+    FUSED,
+    SMALL_KERNEL_SECONDS,
+    further_launches,
+)
 from triforce_core.plan.simulation.search import choose
 from triforce_kernels import layer
 from triforce_kernels.attention import streaming
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.dispatch import KERNELS, _load
 from triforce_kernels.layer import rope_into
+from triforce_kernels.streams import streams as streams_kernels
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.machine.profiles import gpu_names, integer_rate, named
 from triforce_offload.weights.formats import DTYPES
@@ -70,9 +76,11 @@ KERNELS_OF = {"attend_cache": 2}
 
 
 @pytest.mark.usefixtures("recordable")
-def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch) -> None:
+@pytest.mark.parametrize("streams", [None, Streams(4, 8)])
+def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch, streams) -> None:
     """Of a step of the retrieval model, its cache in 8 bits: products aside they are small."""
     launched = Launched()
+    config = replace(TINY, layers=(replace(TINY.layers[0], streams=streams),))
 
     def counting(kernel: str, device: torch.device):
         def run(*values, **named):
@@ -87,24 +95,25 @@ def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch) -> Non
 
         return run
 
-    for module in (layer, streaming):
+    for module in (layer, streaming, streams_kernels):
         monkeypatch.setattr(module, "implementation", counting)
-    shapes = TINY.layers[0].shapes(TINY.hidden).items()
+    shapes = config.layers[0].shapes(TINY.hidden).items()
     views = Views((name, torch.full(shape, 0.1)) for name, shape in shapes)
     batch = ForwardBatch.text(torch.zeros(TOKENS, dtype=torch.int64), 0, torch.device("cpu"))
     batch = replace(batch, rotation=(torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)))
     matrix, norm = torch.ones(1, TINY.hidden), torch.ones(TINY.hidden)
     ends = Ends(matrix, norm, matrix)
-    model, cache = Model(TINY, ends, None, torch.device("cpu")), Cache8()
-    hidden = torch.ones(TOKENS, TINY.hidden)
+    model, cache = Model(config, ends, None, torch.device("cpu")), Cache8()
+    hidden = torch.ones(TOKENS, config.width)
     with launched:
         model._layer(0, views, hidden, cache, batch)
     products = [name for name in launched.names if name in ("mm", "linear", "addmm")]
     small = FUSED.small_before + FUSED.small_after + 2  # scaling, and merging what attention gave
-    assert len(products) == 4
+    assert len(products) == (10 if streams else 4)
     attention = launched.names.count("attend_cache") - 1
-    assert len(launched.names) - len(products) - attention == small, launched.names
-    assert FUSED.before + FUSED.after == FUSED.small_before + FUSED.small_after + len(products)
+    further = sum(further_launches(config.layers[0], on_gpu=True)) - (len(products) - 4)
+    assert len(launched.names) - len(products) - attention == small + further, launched.names
+    assert FUSED.before + FUSED.after == FUSED.small_before + FUSED.small_after + 4
 
 
 def test_a_recorded_step_counts_its_small_kernels_and_the_steps_of_a_law() -> None:

@@ -44,9 +44,10 @@ def _qwen4(fields: Fields, count: int) -> Layers:
         raise UnsupportedModelError(f"{fields.source}: output_gate_type {gate!r} is not supported")
     streams = Streams(fields.whole("hc_count", least=2), fields.whole("hc_lowrank"))
     index, ngrams, at = _index(fields), *_ngrams(fields, streams.count)
-    if index is None:
+    if ngrams and index is None:
         raise UnsupportedModelError(
-            f"{fields.source}: a model without an index of keys (indexer_n_heads) is not supported"
+            f"{fields.source}: n-gram embeddings (ple_layer_ids) without an index of keys "
+            "(indexer_n_heads) are not supported"
         )
 
     def changed(spec: LayerSpec, layer: int) -> LayerSpec:

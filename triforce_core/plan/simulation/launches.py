@@ -102,10 +102,10 @@ EXPERT_LAUNCHES = (11, 6)
 # of parts of what is projected, two products by heads, one of queries, and what puts vectors
 # together (`model/mixers.LatentMixer`, `experts/heads`).
 LATENT_LAUNCHES = (65, 17)
-# Further launches of residual streams before a mixer, and as many before an MLP, in PyTorch and in
-# Triton: two products around SiLU, a gated mean, and the product that weighs what is added
-# (`kernels/streams`).
-STREAM_LAUNCHES = (24, 6)
+# Further launches of residual streams before attention and after it, in PyTorch and in Triton: two
+# products around SiLU, a gated mean, and the product that weighs what is added (`kernels/streams`);
+# and what adds the mixer's output, which norms of other models add.
+STREAM_LAUNCHES = ((20, 26), (5, 6))
 # Operations of attention to chosen keys in a layer that decodes, about 80 on average over lengths
 # (`attention/selection`), and how often these touch the score of a block, sorting included.
 SELECTION_LAUNCHES, SCORE_TOUCHES = 80, 16
@@ -115,8 +115,8 @@ NORM_PARTS = ("input_norm", "qkv")
 def further_launches(spec: LayerSpec, *, on_gpu: bool) -> tuple[int, int]:
     """Return the launches beyond `Launches` of a layer, before its attention and after it."""
     latent = LATENT_LAUNCHES[on_gpu] if isinstance(spec.mixer, LatentAttention) else 0
-    streams = STREAM_LAUNCHES[on_gpu] if spec.streams else 0
-    return latent + streams, streams
+    before, after = STREAM_LAUNCHES[on_gpu] if spec.streams else (0, 0)
+    return latent + before, after
 
 
 def selection_work(

@@ -61,9 +61,11 @@ class ModelFiles:
 
 
 def _parameters(config: ModelConfig) -> int:
-    outside = config.vocab * config.hidden * (1 if config.tied else 2) + config.hidden
-    shapes = (shape for spec in config.layers for shape in spec.shapes(config.hidden).values())
-    return outside + sum(map(math.prod, shapes))
+    outside = config.vocab * config.hidden * (1 if config.tied else 2)
+    if table := config.ngrams:
+        outside += sum(table.sizes) * table.width
+    parts = [config.last_shapes, *(spec.shapes(config.hidden) for spec in config.layers)]
+    return outside + sum(math.prod(shape) for part in parts for shape in part.values())
 
 
 def _quantisation(checkpoint: Checkpoint) -> str:
