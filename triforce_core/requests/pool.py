@@ -97,7 +97,7 @@ class Contexts:
             shape = models.whole_kv
             nbytes = self.latest.length * shape.token_bytes * shape.layers
             for shape, store in zip(models.whole_recent, sequence.recent, strict=True):
-                nbytes += len(store.saved_lengths) * shape.mark_bytes
+                nbytes += sum(map(shape.mark_bytes_at, store.saved_lengths))
             check_available(nbytes, "a conversation's KV")
         return self.snapshot().copied()
 

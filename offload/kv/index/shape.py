@@ -61,10 +61,9 @@ class IndexShape:
         """Return the mark of what `by_heads` returned."""
         return Mark(length, 0, (tensors["index"].squeeze(1),))
 
-    @property
-    def mark_bytes(self) -> int:
-        """Bytes of the mark of the longest text, at most."""
-        return self.layers * self.text_tokens * self.dim * self.dtype.itemsize
+    def mark_bytes_at(self, length: int) -> int:
+        """Bytes of the mark at a length."""
+        return self.layers * length * self.dim * self.dtype.itemsize
 
     @property
     def marks_bytes(self) -> int:

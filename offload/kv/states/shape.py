@@ -152,6 +152,10 @@ class StateShape:
         inputs = self.before * self.input_bytes
         return self.state_bytes + inputs + MOST_HELD * self.row_bytes
 
+    def mark_bytes_at(self, length: int) -> int:
+        """Most bytes of a mark at a length."""
+        return self.mark_bytes
+
     @property
     def marks_bytes(self) -> int:
         """Most bytes of all marks, in host memory."""

@@ -104,6 +104,10 @@ class WindowShape:
         """Most bytes of a mark."""
         return self.layers * self.token_bytes * self.kept_tokens
 
+    def mark_bytes_at(self, length: int) -> int:
+        """Most bytes of a mark at a length."""
+        return self.mark_bytes
+
     @property
     def marks_bytes(self) -> int:
         """Most bytes of all marks, in host memory."""

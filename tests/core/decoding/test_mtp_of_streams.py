@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import re
+import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine
 from triforce_core.decoding.contexts.text import Text
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
+from triforce_core.model.checkpoints.mtp import planned_pieces, shapes_of
+from triforce_core.model.known.shapes import read_model
 
 FAMILY = "qwen4_exp-moe"
 MIXER = "hyper_connection_mixer."
@@ -114,8 +119,31 @@ def test_no_token_depends_on_the_head(headed, run: dict[str, int]) -> None:
     assert result.token_ids == expected
 
 
+def test_a_head_is_planned_without_the_index_of_a_layer(headed) -> None:
+    path, _, _ = headed
+    with closing(open_checkpoint(path)) as checkpoint:
+        planned = planned_pieces(checkpoint.config, checkpoint.pieces)
+        rows, _ = shapes_of(checkpoint.mtp_head.config)["qkv"]
+        assert sum(count for count, _ in planned("layers.0.qkv")) == rows
+
+
+def test_a_head_of_two_layers_is_not_known(headed, tmp_path: Path) -> None:
+    path, _, _ = headed
+    shutil.copytree(path, tmp_path / "model")
+    tensors, first = load_file(path / "model.safetensors"), "mtp.layers.0."
+    second = {
+        name.replace(first, "mtp.layers.1."): each.clone()
+        for name, each in tensors.items()
+        if name.startswith(first)
+    }
+    save_file(tensors | second, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with closing(open_checkpoint(tmp_path / "model")) as checkpoint:
+        assert checkpoint.mtp_head is None
+
+
 def test_a_head_that_lacks_a_tensor_does_not_draft(headed, tmp_path: Path) -> None:
     path, _, _ = headed
+    assert read_model(str(path)).has_head
     for file in path.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(path / "model.safetensors")
@@ -123,3 +151,4 @@ def test_a_head_that_lacks_a_tensor_does_not_draft(headed, tmp_path: Path) -> No
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with engine(tmp_path, draft="auto", method="speculative") as ours:
         assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
+    assert not read_model(str(tmp_path)).has_head

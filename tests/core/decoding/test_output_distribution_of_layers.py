@@ -40,6 +40,17 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gpt-oss-moe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"layer_types": None, "sliding_window": None, "moe_intermediate_size": 16},
 }
+# Tokens choose 8 of the 40 tokens by themselves, so there is no retrieval level.
+CHOOSING: dict[str, dict[str, object]] = {
+    "qwen4_exp-moe": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "ple_layer_ids": [1],
+        "indexer_budget": 8,
+        "sliding_window": None,
+        # No text ends.
+        "eos_token_id": VOCAB,
+    }
+}
 # A retrieval cache of 8 of 40 tokens, chains and trees.
 WAYS: dict[str, dict[str, object]] = {
     "retrieval": {"draft": "none", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
@@ -67,10 +78,10 @@ SAMPLES = 2_000
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
     """A model of each family, and the exact distribution of its texts."""
     found = {}
-    for family, own in FAMILIES.items():
+    for family, own in (FAMILIES | CHOOSING).items():
         path = tmp_path_factory.mktemp(family)
         model = make_model(family, path, **SIZES | own)
-        if family == "qwen3_5":
+        if family in ("qwen3_5", *CHOOSING):
             add_head(path, model)
         if family == "gemma3":
             RandomHead(
@@ -93,6 +104,8 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("family", "way", "samples"),
     [
         ("qwen3_5", "retrieval, mtp", SAMPLES // 5),
+        ("qwen4_exp-moe", "mtp, trees", SAMPLES // 5),
+        pytest.param("qwen4_exp-moe", "mtp", SAMPLES, marks=pytest.mark.slow),
         pytest.param("gemma4", "retrieval", SAMPLES // 5, marks=pytest.mark.slow),
         *(
             pytest.param(family, way, SAMPLES, marks=pytest.mark.slow)

@@ -110,11 +110,20 @@ def planned_pieces(config: ModelConfig, pieces: Pieces) -> Pieces:
         part = name.split(".")[-1]
         found = pieces(f"layers.{full}.{'o' if part.startswith('join') else part}")
         if part == "qkv" and config.chooses_keys:
-            # The last is that of the index.
-            found = found[:-1]
+            found = _without_last(found, config.attention.index.rows)
         return [(rows, None if kind in dense else kind) for rows, kind in found]
 
     return of_head
+
+
+def _without_last(
+    pieces: Sequence[tuple[int, BlockType | None]], rows: int
+) -> list[tuple[int, BlockType | None]]:
+    """Return pieces without the last ones, which have so many rows together."""
+    kept = list(pieces)
+    while rows > 0:
+        rows -= kept.pop()[0]
+    return kept
 
 
 def head_names(names: frozenset[str], layers: int, shapes: Shapes) -> HeadNames | None:
@@ -134,6 +143,7 @@ def head_names(names: frozenset[str], layers: int, shapes: Shapes) -> HeadNames 
     deepseek = HeadNames(layer, dict(zip(_JOINS, of_files, strict=True)))
     further = (
         "mtp.layers.1.input_layernorm.weight",
+        "mtp.layers.1.attn_hyper_connection.hc_norm.weight",
         "mtp.embed_tokens.weight",
         f"blk.{layers + 1}.attn_norm.weight",
         f"model.layers.{layers + 1}.input_layernorm.weight",

@@ -348,13 +348,14 @@ def _of_config(raw: Mapping[str, Any], path: Path | None = None) -> Shape:
 def _of_folder(path: Path) -> Shape:
     """Return the shape of a folder with a config.json, and of the weights beside it."""
     shape = _of_config(config_of(path), path / CONFIG)
-    if shape.pieces is None or not any(path.glob("*.safetensors")):
+    if not any(path.glob("*.safetensors")):
         return shape
     with warnings.catch_warnings():
         # Plans do not load the part that reads images either.
         warnings.simplefilter("ignore", RuntimeWarning)
         with closing(open_checkpoint(path)) as checkpoint:
-            return replace(shape, pieces=_pieces_read(checkpoint))
+            pieces = shape.pieces and _pieces_read(checkpoint)
+            return replace(shape, pieces=pieces, has_head=checkpoint.mtp_head is not None)
 
 
 def _in_gguf(config: ModelConfig) -> ModelConfig:

@@ -317,7 +317,8 @@ def _drafter_seconds(case: Case, rows: int = 1) -> float:
         costs, ends = replace(costs, hardware=case.hardware), case.costs.matrices
         own = replace(costs.matrices, head=ends.head, head_read=ends.head_read)
         costs = replace(costs, stored=own)
-    return costs.resident_forward(rows, WINDOW)
+    # Beside a model whose tokens choose their keys nothing is recorded.
+    return costs.resident_forward(rows, WINDOW, recorded=not case.config.chooses_keys)
 
 
 def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:

@@ -309,7 +309,7 @@ def graph_bytes(
     """
     temporaries = forward_bytes(config, tokens, itemsize, text_tokens)
     temporaries += running_bytes(config, tokens, splits)
-    return temporaries + 12 * tokens * config.hidden * itemsize
+    return temporaries + 12 * tokens * config.width * itemsize
 
 
 def graph_logits_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
