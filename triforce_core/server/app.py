@@ -47,7 +47,7 @@ def make_app(
 ) -> FastAPI:
     """Return the app that serves a worker. The app starts and closes the worker.
 
-    files: what clients are told of the model's files
+    files: what clients learn about the files
     log: called with a line for each request that is refused, and why
     """
 

@@ -213,7 +213,7 @@ def test_several_lines_are_one_turn(speaking, capsys, monkeypatch, tmp_path) -> 
         (600, "has 600 tokens, more than the 400 of the context: the model has 512 positions"),
     ],
 )
-def test_a_file_beyond_the_models_positions_is_told_so(
+def test_a_file_beyond_the_models_positions_is_an_error(
     speaking, capsys, monkeypatch, tmp_path, letters: int, said: str
 ) -> None:
     (tmp_path / "long").write_text("x" * letters)

@@ -58,7 +58,7 @@ def test_reused_tokens_are_not_counted_as_prefilled(speaking, capsys, tmp_path) 
     assert (code, "(6 tokens, 5 more reused)" in err) == (0, True), err
 
 
-def test_an_interrupt_before_the_first_token_is_told_as_one(capsys) -> None:
+def test_an_interrupt_before_the_first_token_is_reported(capsys) -> None:
     stats = RUN | {"new_tokens": 0, "seconds_per_token": None, "finish_reason": "interrupted"}
     print_run(stats)
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())

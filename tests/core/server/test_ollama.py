@@ -105,7 +105,7 @@ def test_the_model_is_listed_and_described(tooled: Running) -> None:
     ("kind", "level"),
     [(gguf.GGMLQuantizationType.Q8_0, "Q8_0"), (gguf.GGMLQuantizationType.F16, "F16")],
 )
-def test_the_format_of_a_gguf_file_is_told(tmp_path: Path, kind: Any, level: str) -> None:
+def test_the_format_of_a_gguf_file_is_named(tmp_path: Path, kind: Any, level: str) -> None:
     write_gguf(make_model("llama", tmp_path), tmp_path / "m.gguf", kind)
     with closing(open_checkpoint(tmp_path / "m.gguf")) as checkpoint:
         files = ModelFiles.of(checkpoint)

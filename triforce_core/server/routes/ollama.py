@@ -28,7 +28,7 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 
 def ollama_routes(asking: Asking, files: ModelFiles) -> APIRouter:
-    """Return the routes under /api. files: what clients are told of the model's files"""
+    """Return the routes under /api. files: what clients learn about the files"""
     router = APIRouter(prefix=OLLAMA_PATH.rstrip("/"))
     _add_answers(router, asking)
     _add_models(router, asking, files)

@@ -1,4 +1,4 @@
-"""What clients are told of a model's files."""
+"""What clients learn about the files of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What clients are told of a model's files.
+    """What clients learn about the files of a model.
 
     nbytes: their size
     digest: a SHA-256 that identifies them
