@@ -356,7 +356,7 @@ class ModelSizes:
                 # The model's token of each token of the head.
                 total += 8 * self.drafter.vocab if joins.owns_ends else 0
                 # Embeddings and states, as they come, normed and joined, of which ranks have all.
-                forward = max(forward, _CATCH_UP * 7 * self.drafter.width * itemsize)
+                forward = max(forward, _CATCH_UP * 7 * self.drafter.hidden * itemsize)
             total += forward
         if budget:
             chunk, context = self.method.chunk_size, self.max_context
