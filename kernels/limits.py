@@ -76,12 +76,13 @@ SELECTION_BYTES = 64 << 20
 DELTA_ROWS = 256
 
 
-def selection_bytes(tokens: int, blocks: int, heads: int) -> int:
+def selection_bytes(tokens: int, blocks: int, heads: int, itemsize: int) -> int:
     """Return the bytes for a row of a prompt of `tokens` tokens in `blocks` blocks that chooses its
-    keys by `heads` queries: products and scores in float32, which blocks, and which tokens, as
-    whole numbers, as bool, and as what is added to scores.
+    keys by `heads` queries: the maximum of three steps. The first has products and scores of blocks
+    in float32, the second what compares scores, and the third which tokens the row sees, as bool
+    and as what is added to scores, of `itemsize` bytes.
     """
-    return tokens * 12 + blocks * (heads * 4 + 16)
+    return max(blocks * max(heads * 4 + 4, 24), tokens * (2 + itemsize) + blocks * 6)
 
 
 def most_expert_tiles(rows: int, active: int, count: int) -> int:

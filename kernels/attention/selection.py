@@ -15,7 +15,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from triforce_kernels.counts import cdiv
 from triforce_kernels.limits import SELECTION_BYTES, selection_bytes
+
+# PyTorch's kernels of a GPU copy a mask whose rows are no multiple of so many numbers apart.
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def block_scores(queries: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     blocks: [blocks, dim], or [rows, blocks, dim] if rows differ
     """
     products = queries.float() @ blocks.float().mT
-    return products.relu_().sum(1) / math.sqrt(queries.shape[2])
+    return products.relu_().sum(1).div_(math.sqrt(queries.shape[2]))
 
 
 def attend_selected(
@@ -198,7 +202,9 @@ def attend_text_selected(
     device, block = query.device, selection.block
     out, before = torch.empty_like(query), tokens - rows
     places = torch.arange(tokens, device=device)
-    step = max(1, SELECTION_BYTES // selection_bytes(tokens, len(blocks), queries.shape[1]))
+    each = selection_bytes(tokens, len(blocks), queries.shape[1], query.element_size())
+    step = max(1, SELECTION_BYTES // each)
+    wide = cdiv(tokens, _ALIGNED) * _ALIGNED
     for first in range(0, rows, step):
         end = min(first + step, rows)
         last = (before + torch.arange(first, end, device=device)).unsqueeze(1)
@@ -210,12 +216,15 @@ def attend_text_selected(
         newest = ((last + 1) // block).clamp(max=len(blocks))
         chosen = F.pad(chosen, (0, 1)).scatter_(1, newest, True)
         seen = chosen.gather(1, (places // block).expand(end - first, -1)) & (places <= last)
+        added = query.new_full((end - first, wide), float("-inf"))[:, :tokens].masked_fill_(seen, 0)
         for head in range(kv_heads):
             group = slice(head * (heads // kv_heads), (head + 1) * (heads // kv_heads))
             own = query[group, first:end]
             keys, values = (each[head].expand(1, len(own), -1, -1) for each in (key, value))
             # With four dimensions, since no kernel that computes attention by parts takes three.
             out[group, first:end] = F.scaled_dot_product_attention(
-                own[None], keys, values, attn_mask=seen[None, None]
+                own[None], keys, values, attn_mask=added[None, None]
             )[0]
+        # The next rows need the memory.
+        del scores, chosen, seen, added
     return out

@@ -49,7 +49,7 @@ def chosen_in_prompt_bytes(mixer: Attention, rows: int, itemsize: int, text_toke
     if (index := mixer.index) is None or text_tokens <= index.all_seen:
         return 0
     blocks = text_tokens // index.block
-    each = selection_bytes(text_tokens, blocks, index.heads)
+    each = selection_bytes(text_tokens, blocks, index.heads, itemsize)
     at_once = min(rows, max(1, SELECTION_BYTES // each))
     vectors = text_tokens * index.dim * 4 + blocks * index.dim * (4 * 6 + 2 * itemsize)
     return vectors + rows * index.rows * 3 * itemsize + at_once * each
