@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from triforce_kernels.counts import cdiv
 from triforce_kernels.limits import SELECTION_BYTES, selection_bytes
 
-# PyTorch's kernels of a GPU copy a mask whose rows are no multiple of so many numbers apart.
+# PyTorch's kernels of a GPU copy a mask unless the stride of its rows is a multiple of this.
 _ALIGNED = 16
 
 

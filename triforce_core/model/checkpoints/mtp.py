@@ -119,7 +119,7 @@ def planned_pieces(config: ModelConfig, pieces: Pieces) -> Pieces:
 def _without_last(
     pieces: Sequence[tuple[int, BlockType | None]], rows: int
 ) -> list[tuple[int, BlockType | None]]:
-    """Return pieces without the last ones, which have so many rows together."""
+    """Return pieces without the last ones, which have `rows` rows together."""
     kept = list(pieces)
     while rows > 0:
         rows -= kept.pop()[0]

@@ -9,7 +9,7 @@ from triforce_kernels.limits import CAPPED_KEYS, SELECTION_BYTES, selection_byte
 # Numbers of all residual streams of a row that exist at once, in the dtype: normed ones, twice,
 # their gates, and what is added to them.
 _STREAMS_AT_ONCE = 5
-# The same for n-gram embeddings: keys, queries, values by stream, and inputs and outputs of the
+# For n-gram embeddings: keys, queries, values by stream, and inputs and outputs of the
 # convolution; and in float32 products of keys and queries, and sums of the convolution.
 _NGRAMS_AT_ONCE, _NGRAMS_IN_FLOAT32 = 8, 4
 
