@@ -95,7 +95,7 @@ class Mtp(Join):
 @dataclass(frozen=True)
 class StreamsMtp(Mtp):
     """The MTP head of a model with residual streams (Qwen4; SGLang's `qwen4_exp_mtp`): the state is
-    all of a token's streams, before their mean. They are normed together, and multiplied one by one;
+    all of a token's streams, before their mean. They are normed together and multiplied one by one;
     the product with the embedding is added to each.
     """
 
