@@ -15,7 +15,8 @@ from triforce_core.loading.devices import check_processor
 from triforce_core.loading.fill_copies import fill_copies, tokens_read
 from triforce_core.loading.layer_source import LayerSource, Readable, ReadableDrafter, ReadableHead
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.heads.head import HEADS, Head, OwnTensors
+from triforce_core.model.heads.head import OwnTensors
+from triforce_core.model.heads.kinds import HEADS
 from triforce_core.model.rope import Rope
 from triforce_core.model.sharing.divided import divided
 from triforce_core.model.sharing.share import Share
@@ -234,7 +235,7 @@ class Execution:
         window = window_tokens(config, self.resolved.memory.requirements.max_draft_tokens)
         layouts = self.resolved.sizes.drafter_layouts
         with ExitStack() as stack:
-            if config.layers[0].joins:
+            if config.joins:
                 model = self._head(checkpoint, config, layouts, target, stack)
             else:
                 ends = self._ends(checkpoint, layouts, stack, embedding_resident=True)
@@ -262,7 +263,7 @@ class Execution:
         layouts: Layouts,
         target: Model,
         stack: ExitStack,
-    ) -> Head:
+    ) -> Model:
         """Load what a head has of its own outside its layer."""
         tensors = self._tensors(checkpoint, layouts.head, "head", stack)
         embedding = None
@@ -271,7 +272,7 @@ class Execution:
         tokens = checkpoint.tokens()
         tokens = None if tokens is None else tokens.to(self.memory.device)
         own = OwnTensors(tensors, embedding, tokens)
-        return HEADS[type(config.layers[0].joins)](config, target, own)
+        return HEADS[type(config.joins)](config, target, own)
 
     def _tensors(
         self, checkpoint: Readable, layout: FlatLayout, purpose: str, stack: ExitStack

@@ -22,7 +22,7 @@ from triforce_core.loading.devices import (
 )
 from triforce_core.loading.execution import Execution, Progress
 from triforce_core.loading.layer_source import Readable, ReadableDrafter, ReadableHead
-from triforce_core.model.checkpoints.eagle3 import Eagle3Checkpoint
+from triforce_core.model.checkpoints.drafters.eagle3 import Eagle3Checkpoint
 from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Share, mlp_unit
@@ -63,8 +63,8 @@ def load(
     ranks, unsplit = ranks or Alone(), frozenset[str]()
     if drafter is None and config.method.may_use_head:
         drafter = _head(checkpoint, config)
-    elif isinstance(drafter, Eagle3Checkpoint):
-        drafter = _eagle3(drafter, checkpoint, config, ranks)
+    elif drafter is not None and drafter.config.joins:
+        drafter = _in_own_files(drafter, checkpoint, config, ranks)
     while True:
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
@@ -254,17 +254,23 @@ def _refusal(head: ReadableHead, config: EngineConfig) -> str | None:
     """Return why a head cannot draft as the settings ask, None if it can."""
     if config.method.fixed_tree is None or config.method.method != "triforce":
         return None
-    name = head.config.layers[0].joins.in_words
-    return f"an {name} drafts for a retrieval level without trees (--method speculative has trees)"
+    name = head.config.joins.in_words
+    return f"{name}s draft for a retrieval level without trees (--method speculative has trees)"
 
 
-def _eagle3(
-    head: Eagle3Checkpoint, checkpoint: Readable, config: EngineConfig, ranks: Ranks
-) -> Eagle3Checkpoint:
-    """Return an EAGLE-3 head as these ranks have it. Raises UsageError if it cannot draft."""
+def _in_own_files(
+    head: ReadableHead, checkpoint: Readable, config: EngineConfig, ranks: Ranks
+) -> ReadableHead:
+    """Return a head in files of its own as these ranks have it. Raises UsageError if it cannot
+    draft.
+    """
     if why := _refusal(head, config):
         raise UsageError(f"--draft: {why}")
-    return head.on_ranks(ranks.count, checkpoint)
+    if isinstance(head, Eagle3Checkpoint):
+        return head.on_ranks(ranks.count, checkpoint)
+    if ranks.count > 1:
+        raise UsageError(f"--draft: a {head.config.joins.in_words} drafts on one GPU only")
+    return head
 
 
 def _of_drafter(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSizes:
@@ -272,7 +278,7 @@ def _of_drafter(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSize
     if drafter is None:
         return sizes
     config = _as_drafter(drafter.config)
-    own = storable_pieces(drafter.pieces, sizes) if config.layers[0].joins else None
+    own = storable_pieces(drafter.pieces, sizes) if config.joins else None
     return replace(sizes, drafter=config, head_pieces=own)
 
 
@@ -283,7 +289,7 @@ def _whole(sizes: ModelSizes, checkpoint: Readable, drafter: ReadableDrafter | N
 
 
 def _as_drafter(config: ModelConfig) -> ModelConfig:
-    return config if config.layers[0].joins else config.as_drafter
+    return config if config.joins else config.as_drafter
 
 
 def _outfitted(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triforce_core.model.checkpoints.eagle3 import eagle3_at, open_eagle3
+from triforce_core.model.checkpoints.drafters.folders import head_at, open_head
 from triforce_core.model.found.hub import Announce
 from triforce_core.model.found.names import resolve, silently
 from triforce_core.model.tokenizing.tokenizer import (
@@ -55,14 +55,14 @@ class OpenModel:
         return cls(str(model), checkpoint, tokenizer, time.perf_counter() - began)
 
     def drafter(self, model: str | Path) -> Checkpoint:
-        """Open a draft model for this model, or an EAGLE-3 head.
+        """Open a draft model for this model, an EAGLE-3 head or a DFlash drafter.
 
         model: see `at`
         Raises UsageError, also if a draft model has another vocabulary, or as `at` does.
         """
         path = resolve(model, silently)
-        if path.is_dir() and eagle3_at(path) is not None:
-            return open_eagle3(path, self.checkpoint.config)
+        if path.is_dir() and (raw := head_at(path)) is not None:
+            return open_head(path, raw, self.checkpoint.config)
         drafter = OpenModel.at(path)
         try:
             check_same_vocabulary(

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from triforce_core.model.feed_forward import Described, Shapes
+from triforce_core.model.heads.joins import Join
 from triforce_core.model.layers import Attention, LayerSpec, Mixer, NormKind, Recurrent
 from triforce_core.model.parts.specs import Keeps, NGrams, Streams
 from triforce_offload.errors import UnsupportedModelError
@@ -191,6 +192,11 @@ class ModelConfig(Described):
     def distinct_layers(self) -> tuple[LayerSpec, ...]:
         """One of each kind of layer, in the order in which they first occur."""
         return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def joins(self) -> Join | None:
+        """What it joins with hidden states of another model, if it is a head. See `LayerSpec`."""
+        return self.layers[0].joins
 
     @property
     def streams(self) -> Streams | None:

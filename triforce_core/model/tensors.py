@@ -170,15 +170,18 @@ def drafter_layouts(
     """Return layouts of what a draft model has of its own: heads use parts of the model that they
     continue.
 
-    pieces: pieces of the matrices of a head's layer that are kept quantised; None for dense ones
+    pieces: pieces of the matrices of a head's layers that are kept quantised; None for dense ones
     """
-    layouts, joins = dense_layouts(config, dtype), config.layers[0].joins
+    layouts, joins = dense_layouts(config, dtype), config.joins
     if joins is None:
         return layouts
     if pieces is not None:
-        shapes = config.layers[0].shapes(config.hidden)
-        layer = _layout(shapes, dtype, _as_stored(pieces, dtype), "layers.0.")
-        layouts = replace(layouts, layers=(layer,))
+        stored = _as_stored(pieces, dtype)
+        layers = tuple(
+            _layout(spec.shapes(config.hidden), dtype, stored, f"layers.{index}.")
+            for index, spec in enumerate(config.layers)
+        )
+        layouts = replace(layouts, layers=layers)
     ends = joins.ends(config.hidden, config.vocab)
     embedding = joins.embedding(config.hidden)
     embedded = _dense(embedding, dtype) if embedding else None

@@ -90,7 +90,7 @@ def _case(
     method, context = sizes.method, sizes.max_context
     curve = AcceptanceCurve()
     if model.drafter:
-        head = model.drafter.layers[0].joins
+        head = model.drafter.joins
         curve = replace(curve, inner=HEAD_ACCEPTANCE if head else MODEL_ACCEPTANCE)
     quantised = bool(sizes.weights.block_types)
     fixed: dict[str, object] = {"method": method.method} if method.method != "triforce" else {}

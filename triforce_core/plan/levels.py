@@ -11,8 +11,8 @@ from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 DISTRIBUTION_ROWS = 16
 # Number of tokens of the longest forward that is recorded as a graph.
 LONGEST_RECORDED = 32
-# Likewise of a head, which computes logits of all its tokens.
-LONGEST_RECORDED_HEAD = 8
+# Number of tokens of which a drafter of blocks takes the states at a time.
+BLOCK_STATES = 512
 # Number of tokens that a draft model attends to: the first of a sequence, and the recent ones.
 SINKS = 16
 WINDOW = 256
@@ -20,8 +20,11 @@ WINDOW = 256
 
 def window_tokens(config: ModelConfig, max_draft_tokens: int) -> int:
     """Return the capacity of a draft model's cache: sinks, window, and room for drafts, so that the
-    window rarely slides.
+    window rarely slides. A drafter of blocks has a window of its own, and room for a block.
     """
+    joins = config.joins
+    if joins and joins.block:
+        return joins.context + 2 * joins.block
     return min(config.trained_positions, SINKS + WINDOW + 2 * (max_draft_tokens + 1))
 
 
@@ -35,7 +38,7 @@ def small_model_parts_bytes(config: ModelConfig, like: KVShape, max_draft_tokens
     """
     tokens = window_tokens(config, max_draft_tokens)
     window = dense_bytes(small_model_shape(config, like), tokens)
-    if config.layers[0].joins:
+    if config.joins:
         window += head_states_bytes(config, tokens, max_draft_tokens, like.dtype.itemsize)
     return window
 
@@ -48,10 +51,12 @@ def head_states_bytes(
 
     window: capacity of the head's cache
     """
-    rows = max_draft_tokens + 1 + 2 * LONGEST_RECORDED
-    tapped = max(rows, window + SINKS) * config.layers[0].joins.tapped_width(config.hidden)
-    # States of the tokens of the window, those before them, and a copy.
-    return (tapped + 3 * (window + SINKS) * config.width) * itemsize
+    rows, joins = max_draft_tokens + 1 + 2 * LONGEST_RECORDED, config.joins
+    tapped = max(rows, window + SINKS) * joins.tapped_width(config.hidden)
+    # States of the tokens of the window, those before them, and a copy; a drafter of blocks keeps
+    # none of them.
+    states = 0 if joins.block else 3 * (window + SINKS) * config.width
+    return (tapped + states) * itemsize
 
 
 def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:

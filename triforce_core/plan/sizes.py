@@ -24,7 +24,6 @@ from triforce_core.model.tensors import (
 )
 from triforce_core.plan.levels import (
     LONGEST_RECORDED,
-    LONGEST_RECORDED_HEAD,
     fitting_budget,
     retrieval_bytes,
     small_model_parts_bytes,
@@ -118,7 +117,8 @@ class ModelSizes:
     @property
     def drafter_layouts(self) -> Layouts:
         """Layouts of the draft model."""
-        pieces = self.head_pieces if self.weights.block_types else None
+        own_files = self.drafter.joins and not self.drafter.joins.divided
+        pieces = self.head_pieces if self.weights.block_types or own_files else None
         return drafter_layouts(self.drafter, self.dtype, pieces)
 
     @property
@@ -224,7 +224,7 @@ class ModelSizes:
         """Whether a retrieval level may grow trees. A recurrent state has no place for the rows of
         a tree that earlier forwards ran, and an MTP head drafts chains.
         """
-        head = self.drafter is not None and self.drafter.layers[0].joins
+        head = self.drafter is not None and self.drafter.joins
         return not (self.config.recurrent_layers or head)
 
     @property
@@ -352,7 +352,7 @@ class ModelSizes:
             total += distribution_bytes(self.drafter, 1)
             itemsize = self.dtype.itemsize
             forward = forward_bytes(self.drafter, _CATCH_UP, itemsize, self.max_context)
-            if joins := self.drafter.layers[0].joins:
+            if joins := self.drafter.joins:
                 # The model's token of each token of the head.
                 total += 8 * self.drafter.vocab if joins.owns_ends else 0
                 # Embeddings and states, as they come, normed and joined, of which ranks have all.
@@ -372,13 +372,13 @@ class ModelSizes:
             return 0
         total, records_passes = 0, self._records_passes(budget)
         for config in (self.config if budget else None, self.drafter):
-            is_head = config is not None and config.layers[0].joins is not None
+            is_head = config is not None and config.joins is not None
             # A head is recorded beside other forwards only: where passes stream, little is gained.
             if config and (budget or records_passes or not is_head):
-                rows = LONGEST_RECORDED_HEAD if is_head else LONGEST_RECORDED
+                rows = config.joins.recorded_rows if is_head else LONGEST_RECORDED
                 total += self._graph_bytes(config, rows)
                 total += graph_logits_bytes(config, rows, self.dtype.itemsize)
-                if is_head and config.layers[0].joins.owns_ends:
+                if is_head and config.joins.owns_ends:
                     # Its logits are of all tokens of the model.
                     total += 4 * rows * self.config.vocab * 4
         if records_passes:

@@ -25,7 +25,7 @@ from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import MOST_LOGIT
 from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
-from triforce_core.model.checkpoints.eagle3 import open_eagle3
+from triforce_core.model.checkpoints.drafters.eagle3 import open_eagle3
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from triforce_core.model.checkpoints.eagle3 import typical_eagle3
+from triforce_core.model.checkpoints.drafters.eagle3 import typical_eagle3
 from triforce_core.model.known.shapes import read_model
 from triforce_core.plan.simulation.acceptance_curve import (
     HEAD_ACCEPTANCE,

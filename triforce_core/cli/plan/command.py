@@ -14,7 +14,8 @@ from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.plan.run_command import run_command
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import WARNING, say
-from triforce_core.model.checkpoints.eagle3 import eagle3_at, planned_eagle3, typical_eagle3
+from triforce_core.model.checkpoints.drafters.eagle3 import typical_eagle3
+from triforce_core.model.checkpoints.drafters.folders import head_at, planned_head
 from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.found.hub import cached
@@ -193,8 +194,8 @@ def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
     if draft == EAGLE3:
         return typical_eagle3(config)
     path = local(draft) or cached(str(draft))
-    if path is not None and path.is_dir() and (raw := eagle3_at(path)) is not None:
-        return planned_eagle3(path, raw, config)
+    if path is not None and path.is_dir() and (raw := head_at(path)) is not None:
+        return planned_head(path, raw, config)
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
     found = read_shape(draft)
@@ -283,7 +284,7 @@ def _curve(
             say(f"{args.stats} holds no acceptance of drafts: it is assumed", WARNING)
         curve = replace(measured, context=context)
     if draft_config is not None and not args.stats:
-        inner = HEAD_ACCEPTANCE if draft_config.layers[0].joins else MODEL_ACCEPTANCE
+        inner = HEAD_ACCEPTANCE if draft_config.joins else MODEL_ACCEPTANCE
         curve = replace(curve, inner=inner)
     if args.acceptance is not None:
         # The given acceptance holds for --budget, or else for the engine's default budget.

@@ -43,7 +43,7 @@ class SmallModel:
     @property
     def joins(self) -> Join | None:
         """What kind of head it is, if it is one."""
-        return self.model.config.layers[0].joins
+        return self.model.config.joins
 
     def close(self) -> None:
         """Release its memory. May be called more than once."""

@@ -10,18 +10,19 @@ from functools import partial
 import torch
 
 from triforce_core.decoding.contexts import calls
-from triforce_core.decoding.contexts.models import Models
+from triforce_core.decoding.contexts.models import Models, SmallModel
+from triforce_core.decoding.drafters.block import BlockDrafter
 from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_core.decoding.drafters.ngram import NGramDrafter
+from triforce_core.decoding.drafters.of_states import DrafterOfStates
 from triforce_core.decoding.drafters.resident import ResidentModel
 from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_core.decoding.drafters.small_model import SmallModelDrafter, WindowCache
 from triforce_core.decoding.levels import Drafter, Nothing
-from triforce_core.model.heads.head import Head
+from triforce_core.model.heads.dflash import DFlashModel
 from triforce_core.model.heads.taps import Taps
 from triforce_core.plan.levels import (
     LONGEST_RECORDED,
-    SINKS,
     fitting_budget,
     head_states_bytes,
 )
@@ -98,14 +99,14 @@ class DraftLevels:
     @property
     def taps(self) -> tuple[int, ...]:
         """Layers of the target whose input the drafter takes; empty if it takes none."""
-        return self.drafter.taps if isinstance(self.drafter, HeadDrafter) else ()
+        return self.drafter.taps if isinstance(self.drafter, DrafterOfStates) else ()
 
     def taps_of_prompt(self, start: int, rows: int) -> Taps | None:
         """Return taps for a prefill of `rows` tokens of the text, from `start` on."""
         if not self.taps:
             return None
         last = range(max(0, rows - self.drafter.window), rows)
-        first = range(0, 0 if start else min(SINKS, last.start))
+        first = range(0, 0 if start else min(self.drafter.first, last.start))
         return self._models.target.taps(self.taps, first, last)
 
     def note(self, start: int, taps: Taps) -> None:
@@ -209,22 +210,8 @@ def make_drafter(models: Models, tell: Callable[[calls.ContextCall], None]) -> D
         return Nothing(runtime.memory.device)
     if small is None:
         return NGramDrafter(runtime.memory.device)
-    if isinstance(small.model, Head):
-        longest = runtime.plan.requirements.max_draft_tokens
-        itemsize = small.shape.dtype.itemsize
-        nbytes = head_states_bytes(small.model.config, small.capacity, longest, itemsize)
-        states = runtime.memory.reserve(nbytes, "drafter cache")
-        release = partial(runtime.memory.free, states)
-        with ExitStack() as stack:
-            stack.callback(release)
-            kv = DenseKV(small.shape, small.capacity, runtime.memory, "drafter cache")
-            stack.pop_all()
-        # Ranks have parts of a head that they divide; other heads are on the first rank alone.
-        tell = calls.silent if small.joins.owns_ends else tell
-        weights = ResidentWeights(small.store)
-        # Plans have memory for recordings of a head beside those of other forwards alone.
-        recorder = models.recorder if models.budget or models.records_passes else None
-        return HeadDrafter(small.model, weights, kv, runtime.trace, tell, release, recorder)
+    if small.joins is not None:
+        return _of_states(models, small, tell)
     cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
     level = ResidentModel(
         small.model,
@@ -235,3 +222,27 @@ def make_drafter(models: Models, tell: Callable[[calls.ContextCall], None]) -> D
         "drafter",
     )
     return SmallModelDrafter(level, cache, models.target.config.vocab)
+
+
+def _of_states(
+    models: Models, small: SmallModel, tell: Callable[[calls.ContextCall], None]
+) -> DrafterOfStates:
+    """Return the drafter of a head. Raises DoesNotFitError."""
+    runtime, model = models.runtime, small.model
+    longest = runtime.plan.requirements.max_draft_tokens
+    itemsize = small.shape.dtype.itemsize
+    nbytes = head_states_bytes(model.config, small.capacity, longest, itemsize)
+    states = runtime.memory.reserve(nbytes, "drafter cache")
+    release = partial(runtime.memory.free, states)
+    with ExitStack() as stack:
+        stack.callback(release)
+        kv = DenseKV(small.shape, small.capacity, runtime.memory, "drafter cache")
+        stack.pop_all()
+    weights = ResidentWeights(small.store)
+    # Plans have memory for recordings of a head beside those of other forwards alone.
+    recorder = models.recorder if models.budget or models.records_passes else None
+    if isinstance(model, DFlashModel):
+        return BlockDrafter(model, weights, kv, runtime.trace, release, recorder)
+    # Ranks have parts of a head that they divide; other heads are on the first rank alone.
+    tell = tell if small.joins.divided else calls.silent
+    return HeadDrafter(model, weights, kv, runtime.trace, tell, release, recorder)

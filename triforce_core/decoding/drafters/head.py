@@ -7,17 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import limited
 from triforce_core.decoding.drafters.drafted_rows import DraftedRows, TreeRows
-from triforce_core.decoding.drafters.model_proposer import ModelProposer
+from triforce_core.decoding.drafters.of_states import DrafterOfStates
 from triforce_core.decoding.recorded import Inputs, RecordedForwards, fits, padded
 from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.heads.head import After, Head
-from triforce_core.params import SamplingParams
-from triforce_core.plan.levels import LONGEST_RECORDED_HEAD, SINKS, WINDOW
+from triforce_core.model.heads.joins import LONGEST_RECORDED
+from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.graphs import Recorder
 from triforce_offload.kv.caches.dense import DenseKV
@@ -41,7 +40,7 @@ class _Pairs(NamedTuple):
     rows: TreeRows | None = None
 
 
-class HeadDrafter:
+class HeadDrafter(DrafterOfStates):
     """A head on a text. It runs pairs of a token and the state of the token before.
 
     To draft several tokens, the head is applied to its own output. It attends to the first and the
@@ -50,6 +49,8 @@ class HeadDrafter:
     If ranks divide the head, each has a part of it, and a drafter that knows the same states. The
     first rank decides which pairs run, and tells the others.
     """
+
+    first = SINKS
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class HeadDrafter:
         # Index of each row of a tree among the drafted rows.
         self._ran_rows: dict[int, int] = {}
         # Rows of the largest tree, with padding.
-        self._most_rows = self.most + LONGEST_RECORDED_HEAD
+        self._most_rows = self.most + LONGEST_RECORDED
         self._recorded: RecordedForwards[After] | None = None
         if recorder is not None and head.recordable:
             cache = FixedDense(kv, head.device)
@@ -111,18 +112,17 @@ class HeadDrafter:
         return (self._kv.capacity - SINKS) // 2
 
     @property
+    def deepest(self) -> int:
+        """Number of tokens of the longest path."""
+        return self.most
+
+    @property
     def window(self) -> int:
-        """Number of the text's last tokens whose states are used at most."""
+        """See DrafterOfStates."""
         return self._kv.capacity
 
-    def proposer(self, params: SamplingParams, rule: Rule) -> ModelProposer:
-        """Drafter.proposer."""
-        return ModelProposer(self, params, rule)
-
     def note(self, start: int, tapped: torch.Tensor) -> None:
-        """Take the hidden states [tokens, taps * hidden] of the text's tokens from `start` on, at
-        most `window` of them, and forget those of later tokens.
-        """
+        """DrafterOfStates.note."""
         self.roll_back(start + 1)
         states = self._head.states(tapped)
         if start <= len(self._firsts) and start < SINKS:
@@ -229,7 +229,7 @@ class HeadDrafter:
         tokens, positions, states, rows = pairs
         count = len(tokens)
         asked, size = slice(count - 1 if last else 0, count), padded(count)
-        room = size <= LONGEST_RECORDED_HEAD and fits(self._kv, size, rows, self._most_rows)
+        room = size <= LONGEST_RECORDED and fits(self._kv, size, rows, self._most_rows)
         if self._recorded and room:
             after, _ = self._recorded.run(size, tokens, positions, rows, self._most_rows, states)
             return After(after.state[asked].clone(), after.logits[asked])

@@ -27,10 +27,12 @@ class ModelDrafter(Protocol):
 
     device: device that computes
     most: number of tokens of the largest draft
+    deepest: number of tokens of the longest chain, or path of a tree
     """
 
     device: torch.device
     most: int
+    deepest: int
 
     def catch_up(self, text: Text, count: int) -> torch.Tensor | None:
         """Prepare for a draft of `count` tokens. Return the tokens of the text that must run first;
@@ -41,9 +43,9 @@ class ModelDrafter(Protocol):
         """Run tokens [n] after those run so far. Return the logits after the last, [1, vocab]."""
 
     def forward_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
-        """Run the given rows of a tree behind the tokens of `catch_up`, or the whole tree. Rows
-        come in the order of the tree, level by level. Return the logits after the given rows,
-        [rows, vocab].
+        """Run the given rows of a tree, of one level, behind the tokens of `catch_up`, or the whole
+        tree. Rows come in the order of the tree. Return the logits after the given rows, [rows,
+        vocab].
         """
 
     def have_drawn(self, tokens: torch.Tensor) -> None:
@@ -63,7 +65,7 @@ class ModelProposer:
     def propose(self, text: Text, count: int) -> Draft:
         """Propose at most `count` tokens; -1 where the draft model's logits are not finite."""
         drafter = self._drafter
-        count = min(count, drafter.most)
+        count = min(count, drafter.most, drafter.deepest)
         tokens: list[torch.Tensor] = []
         drawn_from: list[torch.Tensor] = []
         batch = drafter.catch_up(text, count) if count else None
@@ -83,7 +85,7 @@ class ModelProposer:
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
         """Brancher.branch. Raises CheckpointError if a distribution contains NaN."""
         drafter, tree, drawn_from = self._drafter, Tree(), []
-        nodes = min(nodes, drafter.most)
+        nodes, deepest = min(nodes, drafter.most), min(deepest, drafter.deepest)
         if (batch := drafter.catch_up(text, nodes)) is None:
             return tree.draft(drafter.device)
         logits, rows = drafter.forward(batch), [0]

@@ -81,6 +81,11 @@ class SmallModelDrafter:
         """Number of tokens of the longest draft."""
         return (self._cache.capacity - self._cache.sinks) // 2
 
+    @property
+    def deepest(self) -> int:
+        """Number of tokens of the longest path."""
+        return self.most
+
     def proposer(self, params: SamplingParams, rule: Rule) -> Brancher:
         """Drafter.proposer."""
         return ModelProposer(self, params, rule)

@@ -135,10 +135,11 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
     if not isinstance(name, str) and isinstance(kind, str) and kind in FAMILIES:
         return raw, FAMILIES[kind]
     named = name or kind
-    if "eagle3" in str(named).lower():
-        raise UnsupportedModelError(
-            "an EAGLE-3 head is no model of its own: it drafts for one (--draft)"
-        )
+    for drafts, what in (("eagle3", "an EAGLE-3 head"), ("dflash", "a DFlash drafter")):
+        if drafts in str(named).lower():
+            raise UnsupportedModelError(
+                f"{what} is no model of its own: it drafts for one (--draft)"
+            )
     what = f"architecture {named!r} is" if named else "a config that names no architecture is"
     raise UnsupportedModelError(f"{what} not supported; docs/models.md lists those that are")
 

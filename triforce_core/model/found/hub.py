@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triforce_core.model.checkpoints.eagle3 import eagle3_at
+from triforce_core.model.checkpoints.drafters.folders import head_at
 from triforce_core.model.families.hf import from_hf
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError
@@ -62,7 +62,7 @@ def downloaded(name: str, announce: Announce) -> Path:
     try:
         snapshot = snapshot_download(name, allow_patterns=_HEADERS, ignore_patterns=_IGNORED)
         files = [*_HEADERS, _SAFETENSORS]
-        if eagle3_at(Path(snapshot)) is None:
+        if head_at(Path(snapshot)) is None:
             from_hf(read_json(Path(snapshot) / "config.json"), {})
         elif not (_has_safetensors(Path(snapshot)) or _planned(name, [_SAFETENSORS])):
             # Many heads are published in this format alone.
@@ -138,7 +138,7 @@ def _is_model(folder: Path) -> bool:
     if _has_safetensors(folder):
         return True
     try:
-        return (folder / _OF_TORCH).exists() and eagle3_at(folder) is not None
+        return (folder / _OF_TORCH).exists() and head_at(folder) is not None
     except CheckpointError:
         return False
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.heads.joins import Eagle3, Join, Mtp, StreamsMtp
 from triforce_core.model.rope import Rope
 from triforce_core.model.transformer import Ends, Model
 from triforce_kernels.weights.linear import Weight, linear
@@ -100,7 +98,7 @@ class MtpHead(Head):
 
     def __init__(self, config: ModelConfig, target: Model, own: OwnTensors) -> None:
         self._target = target
-        self.tapped = config.layers[0].joins.taps(len(target.config.layers))
+        self.tapped = config.joins.taps(len(target.config.layers))
         ends = replace(target.ends, norm=own.tensors["norm"])
         super().__init__(config, ends, target.rope, target.device, target.ranks)
 
@@ -130,7 +128,7 @@ class StreamsMtpHead(MtpHead):
 
     def __init__(self, config: ModelConfig, target: Model, own: OwnTensors) -> None:
         self._target = target
-        self.tapped = config.layers[0].joins.taps(len(target.config.layers))
+        self.tapped = config.joins.taps(len(target.config.layers))
         tensors = own.tensors
         mean = tensors["last_mix_down"], tensors["last_mix_up"]
         ends = replace(target.ends, norm=tensors["last_mix_norm"], mean=mean, ngrams=None)
@@ -159,7 +157,7 @@ class Eagle3Head(Head):
     """See `joins.Eagle3`."""
 
     def __init__(self, config: ModelConfig, target: Model, own: OwnTensors) -> None:
-        join, tensors = config.layers[0].joins, own.tensors
+        join, tensors = config.joins, own.tensors
         self.tapped = join.taps(len(target.config.layers))
         self._norms_residual, self._norms_output = join.norms_residual, join.norms_output
         self._combine = tensors["fc"]
@@ -206,10 +204,3 @@ class Eagle3Head(Head):
         both = torch.cat((self._norm(embedded, w["token_norm"]), normed), 1)
         # The layer adds to its input in place.
         return normed if self._norms_residual else states.clone(), both
-
-
-HEADS: dict[type[Join], Callable[[ModelConfig, Model, OwnTensors], Head]] = {
-    Mtp: MtpHead,
-    StreamsMtp: StreamsMtpHead,
-    Eagle3: Eagle3Head,
-}

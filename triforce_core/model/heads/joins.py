@@ -1,8 +1,9 @@
 """How heads join tokens with the hidden states of the model that they draft for.
 
-A head is one layer that continues a model: it predicts the token after the next one from the
-embedding of the next token and hidden states of the model at the token before. No tensors are
-created here; the computation is in `heads`.
+A head is a layer that continues a model: it predicts the token after the next one from the
+embedding of the next token and hidden states of the model at the token before. A DFlash drafter has
+a few layers, and predicts several tokens at once. No tensors are created here; the computation is
+in `heads`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,42 @@ from typing import ClassVar
 from triforce_core.model.feed_forward import Shapes
 from triforce_core.model.parts.specs import Streams
 
+# Number of rows of the largest forward of a head that is recorded as a graph, unless it computes
+# blocks. It computes logits of all its rows.
+LONGEST_RECORDED = 8
+
 
 class Join(ABC):
     """A kind of head.
 
     name: its name as a level
     in_words: what messages call it
-    owns_ends: whether the head has an output matrix of its own, and is whole on one rank; otherwise
-        it uses the model's, and ranks divide it as they divide the layers of the model
+    owns_ends: whether the head has an output matrix of its own; otherwise it uses the model's
+    divided: whether ranks divide it as they divide the layers of the model; otherwise it is whole
+        on the first rank
     """
 
     name: ClassVar[str]
     in_words: ClassVar[str]
     owns_ends: ClassVar[bool]
+    divided: ClassVar[bool]
+
+    @property
+    def block(self) -> int:
+        """Number of rows that it computes at once for a draft; 0 if it drafts token by token."""
+        return 0
+
+    @property
+    def recorded_rows(self) -> int:
+        """Number of rows of its largest forward that is recorded as a graph: with padding, a block
+        has up to twice its rows.
+        """
+        return 2 * self.block or LONGEST_RECORDED
+
+    @property
+    def context(self) -> int | None:
+        """Number of tokens of the text that it attends to; None for what draft models see."""
+        return None
 
     @abstractmethod
     def taps(self, layers: int) -> tuple[int, ...]:
@@ -77,6 +101,7 @@ class Mtp(Join):
     name = "mtp"
     in_words = "MTP head"
     owns_ends = False
+    divided = True
 
     def taps(self, layers: int) -> tuple[int, ...]:
         return (layers,)
@@ -137,6 +162,7 @@ class Eagle3(Join):
     name = "eagle3"
     in_words = "EAGLE-3 head"
     owns_ends = True
+    divided = False
 
     def taps(self, layers: int) -> tuple[int, ...]:
         return self.tapped
@@ -159,3 +185,98 @@ class Eagle3(Join):
 
     def on_ranks(self, count: int, vocab: int) -> Eagle3:
         return self if count == 1 or self.embedded else replace(self, embedded=vocab)
+
+
+@dataclass(frozen=True)
+class Convolutions:
+    """Convolutions of DFlash 2 over the rows of a block, before and after attention and the MLP.
+    Their weights are the sum of learned ones, by channel, and others that a product with the input
+    gives, by group of channels.
+
+    taps: number of rows that one covers, a row and those before it
+    group: number of channels that share a computed weight
+    """
+
+    taps: int
+    group: int
+
+    def shapes(self, hidden: int, part: str) -> Shapes:
+        """Return the shapes of the tensors around attention or the MLP; `part` is in their names.
+        Those of the convolution before it come first, then those of the one after it.
+        """
+        base = 2 * self.taps, hidden
+        return {
+            f"{part}_conv": base,
+            f"{part}_conv_from": (2 * self.taps * hidden // self.group, hidden),
+        }
+
+
+@dataclass(frozen=True)
+class Selector:
+    """How DFlash 2 joins the likeliest tokens of each place to a text: it scores each pair of
+    tokens that follow one another.
+
+    candidates: number of tokens of a place
+    rank: width of the vectors of tokens
+    """
+
+    candidates: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class DFlash(Join):
+    """A drafter of DFlash (Chen et al., 2026, arXiv 2602.06036), in files of its own: layers that
+    predict the tokens of a block at once, from the text's last token and mask tokens. Rows of a
+    block attend to one another, and to states of the tokens before, which are products with the
+    model's hidden states.
+
+    tapped: layers of the model whose input it takes
+    width: width of the model
+    rows: number of rows of a block: that of the last token, and one for each token that it predicts
+    mask: the mask token
+    attends: number of tokens before the block that it attends to
+    causal: for each layer, whether a row of a block sees the rows before it alone
+    convolutions, selector: of DFlash 2, or None
+    """
+
+    tapped: tuple[int, ...]
+    width: int
+    rows: int
+    mask: int
+    attends: int
+    causal: tuple[bool, ...]
+    convolutions: Convolutions | None = None
+    selector: Selector | None = None
+
+    name = "dflash"
+    in_words = "DFlash drafter"
+    owns_ends = False
+    divided = False
+
+    @property
+    def block(self) -> int:
+        return self.rows
+
+    @property
+    def context(self) -> int:
+        return self.attends
+
+    def taps(self, layers: int) -> tuple[int, ...]:
+        return self.tapped
+
+    def tapped_width(self, hidden: int) -> int:
+        return len(self.tapped) * self.width
+
+    def of_layer(self, shapes: Shapes, hidden: int) -> Shapes:
+        if self.convolutions is None:
+            return shapes
+        parts = (self.convolutions.shapes(hidden, part) for part in ("mixer", "mlp"))
+        return {**shapes, **{name: shape for part in parts for name, shape in part.items()}}
+
+    def ends(self, hidden: int, vocab: int) -> Shapes:
+        own = {"norm": (hidden,), "state_norm": (hidden,), "fc": (hidden, self.tapped_width(hidden))}
+        if (selector := self.selector) is None:
+            return own
+        table = vocab, selector.rank
+        return {**own, "before": table, "after": table, "gate": (selector.rank, hidden)}

@@ -311,7 +311,7 @@ def _drafter_seconds(case: Case, rows: int = 1) -> float:
     if case.head_pieces:
         layers = drafter_layouts(config, case.dtype, case.head_pieces).layers
         costs = replace(costs, stored=costs.matrices.with_layers(layers))
-    joins = config.layers[0].joins
+    joins = config.joins
     if joins and not joins.owns_ends:
         # An MTP head multiplies by the model's own output matrix, on all GPUs.
         costs, ends = replace(costs, hardware=case.hardware), case.costs.matrices

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from triforce_core.model.checkpoints.eagle3 import on_ranks
+from triforce_core.model.checkpoints.drafters.eagle3 import on_ranks
 from triforce_core.model.checkpoints.mtp import mtp_config, planned_pieces
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
@@ -97,18 +97,18 @@ class Case:
         """Config of what the first GPU has of the draft model: all of it, or its share of an MTP
         head.
         """
-        joins = self.draft_config and self.draft_config.layers[0].joins
+        joins = self.draft_config and self.draft_config.joins
         if not joins:
             return self.draft_config
-        if joins.owns_ends:
-            return on_ranks(self.draft_config, self.hardware.gpus, self.config.vocab)
-        return mtp_config(self.rank)
+        if joins.divided:
+            return mtp_config(self.rank)
+        return on_ranks(self.draft_config, self.hardware.gpus, self.config.vocab)
 
     @property
     def head_pieces(self) -> Pieces | None:
         """Pieces of the first GPU's share of the MTP head, if it drafts and is quantised."""
-        joins = self.draft_config and self.draft_config.layers[0].joins
-        if self.pieces is None or not joins or joins.owns_ends:
+        joins = self.draft_config and self.draft_config.joins
+        if self.pieces is None or not joins or not joins.divided:
             return None
         return planned_pieces(self.config, self.share.pieces(self.pieces))
 

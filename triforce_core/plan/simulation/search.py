@@ -181,7 +181,7 @@ def _trees(case: Case, plan: Plan) -> list[Candidate]:
 
 def _trees_of_head(case: Case) -> list[Candidate]:
     """Return plans in which a head drafts trees for the target, if one does."""
-    head, found = case.drafter and case.drafter.layers[0].joins, []
+    head, found = case.drafter and case.drafter.joins, []
     plain = case.fixed.get("method") == "autoregressive"
     if head and not plain and "draft_tokens" not in case.fixed and case.method.tree == AUTO:
         with suppress(DoesNotFitError):

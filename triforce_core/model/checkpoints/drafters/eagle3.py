@@ -54,16 +54,6 @@ def _by_speculators(raw: Mapping[str, Any]) -> bool:
     return raw.get("speculators_model_type") == "eagle3"
 
 
-def eagle3_at(path: Path) -> dict[str, Any] | None:
-    """Return the parsed config.json of a head's directory; None if it is none.
-
-    Raises CheckpointError.
-    """
-    file = path / SOURCE
-    raw = read_json(file) if file.exists() else {}
-    return raw if is_eagle3(raw) else None
-
-
 def eagle3_config(
     raw: Mapping[str, Any], target: ModelConfig, embedded: int | None = None
 ) -> ModelConfig:
@@ -116,7 +106,7 @@ def _with_join(config: ModelConfig, join: Join) -> ModelConfig:
 
 def on_ranks(config: ModelConfig, count: int, vocab: int) -> ModelConfig:
     """Return the config of a head as several ranks have it, see `Join.on_ranks`."""
-    return _with_join(config, config.layers[0].joins.on_ranks(count, vocab))
+    return _with_join(config, config.joins.on_ranks(count, vocab))
 
 
 def planned_eagle3(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
@@ -205,7 +195,7 @@ class Eagle3Checkpoint(Checkpoint):
 
     def on_ranks(self, count: int, model: Checkpoint) -> Eagle3Checkpoint:
         """Return the head as several ranks have it, see `Join.on_ranks`. model: the whole model"""
-        join = self.config.layers[0].joins
+        join = self.config.joins
         if (own := join.on_ranks(count, model.config.vocab)) == join:
             return self
         head = copy.copy(self)
@@ -220,7 +210,7 @@ class Eagle3Checkpoint(Checkpoint):
             super().read(name, into)
 
     def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        config, join = self.config, self.config.layers[0].joins
+        config, join = self.config, self.config.joins
         shapes = {
             **config.layers[0].shapes(config.hidden),
             **join.ends(config.hidden, config.vocab),
@@ -312,9 +302,9 @@ def _names(config: ModelConfig, held: frozenset[str]) -> Callable[[str], list[Pi
     def pieces(name: str) -> list[Piece]:
         part, rows = name.removeprefix(begin), config.hidden
         if part == "embedding":
-            return [Piece(_EMBEDDING, config.layers[0].joins.embedded or 0)]
+            return [Piece(_EMBEDDING, config.joins.embedded or 0)]
         if part == "tap_norm":
-            join = config.layers[0].joins
+            join = config.joins
             if join.tap_norms == 1:
                 return [Piece("input_norm.weight", join.tapped_width(rows))]
             return [Piece(f"fc_norm.{i}.weight", join.width) for i in range(join.tap_norms)]

@@ -1,0 +1,260 @@
+"""DFlash drafters: they compute what their authors publish, follow whatever is accepted and
+rejected, and cost no token, however useless.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from dflash_files import KINDS, Made, RandomDrafter
+from float_bounds import assert_within
+from head_walks import walk
+from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids, turns
+from oracle import assert_equal_but_for_ties, greedy
+from safetensors.torch import load_file, save_file
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.distributions import MOST_LOGIT
+from triforce_core.decoding.trees.growing import Tree
+from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
+
+NEW = 40
+RUNS = {
+    "speculative": {"method": "speculative", "draft_tokens": 6},
+    "tree": {"method": "speculative", "tree": 13},
+    "retrieval": {"budget": 16, "draft_tokens": 12, "inner_draft_tokens": 3},
+    "learned": {},
+}
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt-oss-moe", "qwen3_5", "mistral-windows")
+DIRECT = {"method": "speculative", "draft_tokens": 6}
+OF_SECOND = KINDS["second"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("llama")
+    return path, make_model("llama", path)
+
+
+def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engine:
+    fixed = {"device": "cpu", "max_context": 500, "block_tokens": BLOCK, "dtype": "float32"}
+    return Engine.from_pretrained(path, **fixed, **placed(placement, options))
+
+
+def assert_close(found: torch.Tensor, exact: torch.Tensor) -> None:
+    known = exact.isfinite()
+    assert torch.equal(found > -MOST_LOGIT, known)
+    assert_within(found[known], exact[known], 1e-4 * float(exact[known].abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_computes_what_its_authors_publish(llama, tmp_path, kind: str) -> None:
+    """After prefills of any length, passes that keep some of their rows, and cuts."""
+    path, model = llama
+    made = RandomDrafter(model, tmp_path / "drafter", KINDS[kind])
+    with engine(path, "kv", draft=made.directory, **DIRECT) as ours:
+        for drafter, text in walk(ours):
+            drafted = random_ids(drafter.deepest, len(text))
+            batch = drafter.catch_up(Text(text), 5)
+            for place, token in enumerate(drafted):
+                assert_close(drafter.forward(batch)[0], made.logits(text, drafted[:place]))
+                batch = torch.tensor([token])
+
+
+@pytest.mark.parametrize("kind", ["first", "second"])
+def test_rows_of_a_tree_follow_their_path(llama, tmp_path, kind: str) -> None:
+    path, model = llama
+    made, choose = RandomDrafter(model, tmp_path / "drafter", KINDS[kind]), random.Random(1)
+    with engine(path, "kv", draft=made.directory, method="speculative", tree=30) as ours:
+        own = Context(ours.models)
+        own.prefill(random_ids(50, 2), 60, lambda _: None)
+        drafter, text = own.levels.drafter, [*own.text.tokens, 5]
+        drafter.forward(drafter.catch_up(Text(text), 20))
+        tree, level = Tree(), [0]
+        for _ in range(drafter.deepest - 1):
+            rows = [
+                tree.add(row, choose.randrange(97), 1.0, 1.0)
+                for row in level
+                for _ in range(choose.randint(1, 2))
+            ]
+            level = sorted(choose.sample(rows, min(3, len(rows))))
+            for row, logits in zip(level, drafter.forward_tree(tree, level), strict=True):
+                tokens = []
+                while row:
+                    tokens.insert(0, tree.tokens[row - 1])
+                    row = tree.parents[row - 1]
+                assert_close(logits, made.logits(text, tokens))
+        own.close()
+
+
+def test_of_a_long_text_it_sees_the_recent_tokens(llama, tmp_path) -> None:
+    """As many as its window has, or an eighth fewer, while the text goes on."""
+    path, model = llama
+    sliding = Made(kinds=("sliding_attention",) * 2, causal=False, window=32)
+    made = RandomDrafter(model, tmp_path / "drafter", sliding)
+    with engine(path, "kv", draft=made.directory, **DIRECT) as ours:
+        for drafter, text in walk(ours):
+            found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
+            seen = drafter._kv.end
+            assert seen <= min(len(text) - 1, 32)
+            # The last text is cut, and most of what was known of it with it.
+            assert seen >= 28 or len(text) <= 60
+            assert_close(found, made.logits(text, [], seen=seen))
+
+
+@pytest.mark.one_in(9)
+@pytest.mark.parametrize(
+    ("family", "run", "placement", "kind"),
+    [
+        (family, run, placement, kind)
+        for index, family in enumerate(FAMILIES)
+        for run in RUNS
+        for kind in ("first", "second")
+        for placement in turns(PLACEMENTS, index + len(run), 2)
+    ],
+)
+def test_text_is_that_of_transformers(
+    tmp_path, family: str, run: str, placement: str, kind: str
+) -> None:
+    model = make_model(family, tmp_path / "model")
+    made = RandomDrafter(model, tmp_path / "drafter", KINDS[kind])
+    with engine(tmp_path / "model", placement, draft=made.directory, **RUNS[run]) as ours:
+        for tokens in (1, 70):
+            prompt = random_ids(tokens, tokens)
+            result = ours.generate(prompt, greedy(NEW))
+            assert result.stats["levels"][0] == "dflash"
+            theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+            assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, tokens:].tolist())
+
+
+def test_several_sequences_each_have_their_own_states(llama, tmp_path) -> None:
+    path, model = llama
+    made = RandomDrafter(model, tmp_path / "drafter", OF_SECOND)
+    prompts = [random_ids(length, length) for length in (5, 40, 90)]
+    params = [greedy(20)] * 3
+    options = {"draft": made.directory, **DIRECT}
+    with engine(path, "kv", sequences=3, **options) as together:
+        found = [each.token_ids for each in together.generate_all(prompts, params)]
+    with engine(path, "kv", method="autoregressive") as alone:
+        assert found == [alone.generate(prompt, greedy(20)).token_ids for prompt in prompts]
+
+
+def test_a_saved_context_goes_on(llama, tmp_path) -> None:
+    path, model = llama
+    made = RandomDrafter(model, tmp_path / "drafter", OF_SECOND)
+    prompt, params = random_ids(80), SamplingParams(20, temperature=0)
+    with engine(path, draft=made.directory) as first:
+        first.generate(prompt, SamplingParams(1))
+        first.save_context(tmp_path / "saved")
+        expected = first.generate([*prompt, 9], params).token_ids
+    with engine(path, draft=made.directory) as other:
+        assert other.load_context(tmp_path / "saved").tokens == 80
+        assert other.generate([*prompt, 9], params).token_ids == expected
+
+
+def of_config(**fields: object) -> Made:
+    """A drafter whose `dflash_config` has these fields alone."""
+    return Made(more={"dflash_config": fields})
+
+
+PARTS = {"block_size": 6, "mask_token_id": 96, "target_layer_ids": [0, 2]}
+REFUSED = {
+    "trees": (
+        Made(),
+        {"tree": 20, "method": "triforce"},
+        UsageError,
+        "for a retrieval level without trees",
+    ),
+    "width": (Made(more={"hidden_size": 48}), {}, CheckpointError, "48 wide.*model is 64 wide"),
+    "taps": (
+        of_config(**PARTS | {"target_layer_ids": [0, 3]}),
+        {},
+        CheckpointError,
+        r"layers \[0, 3\] of a model with 3",
+    ),
+    "no layers": (
+        of_config(**PARTS | {"target_layer_ids": [True]}),
+        {},
+        CheckpointError,
+        r"layers \[True\]",
+    ),
+    "mask": (of_config(**PARTS | {"mask_token_id": 97}), {}, CheckpointError, "none of the model"),
+    "no mask": (
+        of_config(block_size=6, target_layer_ids=[0]),
+        {},
+        CheckpointError,
+        "mask_token_id is missing",
+    ),
+    "block": (of_config(**PARTS | {"block_size": 1}), {}, CheckpointError, "block_size must be"),
+    "vocabulary": (
+        Made(more={"draft_vocab_size": 50}),
+        {},
+        UnsupportedModelError,
+        "a vocabulary of its own",
+    ),
+    "sinks": (
+        of_config(**PARTS | {"attention_sink_bias": True}),
+        {},
+        UnsupportedModelError,
+        "attention_sink_bias True",
+    ),
+    "kind": (Made(more={"model_type": "laguna"}), {}, UnsupportedModelError, "model_type 'laguna'"),
+    "groups": (
+        of_config(**PARTS | {"conv_kernel_size": 2, "conv_group_size": 7}),
+        {},
+        CheckpointError,
+        "7 does not divide 64",
+    ),
+    "layer types": (
+        Made(more={"layer_types": ["full_attention"]}),
+        {},
+        CheckpointError,
+        "layer_types must be a list of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_draft_is_refused_in_a_sentence(llama, tmp_path, case: str) -> None:
+    path, model = llama
+    made, options, error, message = REFUSED[case]
+    drafter = RandomDrafter(model, tmp_path / "drafter", made)
+    with pytest.raises(error, match=message):
+        engine(path, draft=drafter.directory, **DIRECT | options)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h-moe", "qwen4_exp-moe"])
+def test_models_whose_layers_it_cannot_take_have_none(tiny, tmp_path, family: str) -> None:
+    path, model = tiny(family)
+    made = RandomDrafter(model, tmp_path / "drafter", Made())
+    with pytest.raises(UnsupportedModelError, match="DFlash drafters do not draft for"):
+        engine(path, draft=made.directory, **DIRECT)
+
+
+def test_damaged_files_are_refused_in_a_sentence(llama, tmp_path) -> None:
+    path, model = llama
+    made = RandomDrafter(model, tmp_path / "drafter", OF_SECOND)
+    file = made.directory / "model.safetensors"
+    held = load_file(file)
+    kernel = "layers.0.attention_conv.base_kernel"
+    changed = {
+        "lm_head.weight, which is not known": held | {"lm_head.weight": torch.ones(97, 64)},
+        "layers.2.norm.weight, which": held | {"layers.2.norm.weight": torch.ones(64)},
+        "lacks fc.weight": {name: each for name, each in held.items() if name != "fc.weight"},
+        "has shape": held | {kernel: held[kernel][:, :1].contiguous()},
+    }
+    for message, tensors in changed.items():
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+            engine(path, draft=made.directory)
+
+
+def test_a_drafter_is_no_model_of_its_own(llama, tmp_path) -> None:
+    made = RandomDrafter(llama[1], tmp_path / "drafter", Made())
+    with pytest.raises(UnsupportedModelError, match="a DFlash drafter is no model of its own"):
+        engine(made.directory)

@@ -1,0 +1,260 @@
+"""Random DFlash drafters, as published files hold them, and what they compute in float64."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a drafter is made.
+
+    rows: number of rows of a block
+    layers: number of layers
+    taps: layers of the model whose output it takes; None for those that it takes if none is named
+    kinds: what `layer_types` says; None without it
+    causal: what `is_causal` says; None without it
+    window: what `sliding_window` says
+    second: whether it is one of DFlash 2
+    group: number of channels that share weights of a convolution
+    convolved: number of rows that a convolution covers
+    best: number of candidates of a place
+    factors: of embeddings and of logits
+    cap: of logits
+    more: further fields of its config
+    """
+
+    rows: int = 6
+    layers: int = 2
+    taps: tuple[int, ...] | None = (0, 1)
+    kinds: tuple[str, ...] | None = None
+    causal: bool | None = None
+    window: int | None = None
+    second: bool = False
+    group: int = 8
+    convolved: int = 2
+    best: int = 5
+    rank: int = 12
+    factors: tuple[float, float] = (1.0, 1.0)
+    cap: float | None = None
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    wide: int = 80
+    theta: float = 1e4
+    mask: int = 96
+    more: dict[str, object] = field(default_factory=dict)
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+KINDS = {
+    "first": Made(),
+    "usual taps": Made(taps=None, rows=4, layers=1, kv_heads=1),
+    "causal windows": Made(kinds=(SLIDING, SLIDING), window=512),
+    "both kinds": Made(kinds=(SLIDING, FULL), window=512),
+    "second": Made(rows=8, second=True, kinds=(SLIDING, SLIDING), window=512, causal=False),
+    "second, scaled": Made(
+        rows=5, second=True, convolved=3, best=9, factors=(1.5, 0.75), cap=3.0, theta=5e5
+    ),
+}
+
+
+class RandomDrafter:
+    """A random drafter for a model. directory: where its files are"""
+
+    def __init__(self, model: torch.nn.Module, directory: Path, made: Made, seed: int = 0) -> None:
+        self.directory = directory
+        self.made = made
+        self._model = copy.deepcopy(model).double()
+        config, generator = model.config, torch.Generator().manual_seed(seed)
+        self._hidden = hidden = config.hidden_size
+        self._vocab = vocab = config.vocab_size
+        count = config.num_hidden_layers
+        # Of a single layer: the one in the middle.
+        self._taps = made.taps or (count // 2,)
+        queries, keys = made.heads * made.head_dim, made.kv_heads * made.head_dim
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "self_attn.q_norm.weight": (made.head_dim,),
+            "self_attn.k_norm.weight": (made.head_dim,),
+            "mlp.gate_proj.weight": (made.wide, hidden),
+            "mlp.up_proj.weight": (made.wide, hidden),
+            "mlp.down_proj.weight": (hidden, made.wide),
+        }
+        shapes = {
+            "fc.weight": (hidden, len(self._taps) * hidden),
+            "hidden_norm.weight": (hidden,),
+            "norm.weight": (hidden,),
+        }
+        if made.second:
+            for part in ("attention_conv", "mlp_conv"):
+                layer[f"{part}.base_kernel"] = (2, made.convolved, hidden)
+                computed = 2 * made.convolved * hidden // made.group
+                layer[f"{part}.kernel_projection.weight"] = (computed, hidden)
+            shapes |= {
+                "candidate_selector.predecessor_codebook": (vocab, made.rank),
+                "candidate_selector.successor_codebook": (vocab, made.rank),
+                "candidate_selector.hidden_projection.weight": (made.rank, hidden),
+            }
+        for index in range(made.layers):
+            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+        self.tensors = {
+            name: torch.randn(shape, generator=generator) * 0.2 + (1.0 if "norm" in name else 0.0)
+            for name, shape in shapes.items()
+        }
+        self._write()
+
+    def _write(self) -> None:
+        made = self.made
+        inner: dict[str, object] = {"mask_token_id": made.mask, "block_size": made.rows}
+        if made.taps is not None:
+            inner["target_layer_ids"] = list(made.taps)
+        if made.second:
+            inner |= {"conv_kernel_size": made.convolved, "conv_group_size": made.group}
+            inner |= {"selector_rank": made.rank, "selector_top_k": made.best}
+            inner |= {"input_embedding_scale": made.factors[0]}
+            inner |= {"output_multiplier": made.factors[1], "final_logit_softcapping": made.cap}
+        config: dict[str, object] = {
+            "architectures": ["DFlash2DraftModel" if made.second else "DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": self._hidden,
+            "num_hidden_layers": made.layers,
+            "num_attention_heads": made.heads,
+            "num_key_value_heads": made.kv_heads,
+            "head_dim": made.head_dim,
+            "intermediate_size": made.wide,
+            "rms_norm_eps": EPS,
+            "rope_theta": made.theta,
+            "max_position_embeddings": 4096,
+            "vocab_size": self._vocab,
+            "hidden_act": "silu",
+            "num_target_layers": self._model.config.num_hidden_layers,
+            "dflash_config": inner,
+        }
+        optional = {
+            "layer_types": made.kinds and list(made.kinds),
+            "is_causal": made.causal,
+            "sliding_window": made.window,
+        }
+        config |= {name: value for name, value in optional.items() if value is not None}
+        self.directory.mkdir(exist_ok=True)
+        (self.directory / "config.json").write_text(json.dumps(config | made.more))
+        save_file(self.tensors, self.directory / "model.safetensors", metadata={"format": "pt"})
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int], after: list[int], *, seen: int | None = None) -> torch.Tensor:
+        """Of the token behind a text and some drafted tokens, [vocab] float64.
+
+        after: drafted tokens that follow the text
+        seen: number of the text's tokens with states that are seen; None for all
+        """
+        made, w = self.made, {name: each.double() for name, each in self.tensors.items()}
+        held = self._model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
+        taps = [held.hidden_states[tapped + 1][0] for tapped in self._taps]
+        states = self._norm(torch.cat(taps, 1) @ w["fc.weight"].T, w["hidden_norm.weight"])
+        first = 0 if seen is None else max(0, len(states) - seen)
+        states = states[first:]
+        block = torch.tensor([tokens[-1], *[made.mask] * (made.rows - 1)])
+        hidden = self._model.model.embed_tokens.weight[block] * made.factors[0]
+        places = torch.arange(first, len(tokens) - 1 + made.rows)
+        for index in range(made.layers):
+            layer = {
+                name.removeprefix(f"layers.{index}."): each
+                for name, each in w.items()
+                if name.startswith(f"layers.{index}.")
+            }
+            hidden = self._through(layer, hidden, states, places, self._causal(index))
+        normed = self._norm(hidden, w["norm.weight"])[1 + len(after)]
+        unary = self._model.lm_head.weight @ normed * made.factors[1]
+        if made.cap is not None:
+            unary = made.cap * torch.tanh(unary / made.cap)
+        if not made.second:
+            return unary
+        best = unary.topk(made.best)
+        gate = w["candidate_selector.hidden_projection.weight"] @ normed
+        before = w["candidate_selector.predecessor_codebook"][[*tokens, *after][-1]]
+        vectors = w["candidate_selector.successor_codebook"][best.indices]
+        logits = torch.full_like(unary, float("-inf"))
+        logits[best.indices] = best.values + vectors @ (before * gate)
+        return logits
+
+    def _causal(self, index: int) -> bool:
+        if self.made.causal is not None:
+            return self.made.causal
+        return bool(self.made.kinds) and self.made.kinds[index] == SLIDING
+
+    def _through(
+        self,
+        w: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        states: torch.Tensor,
+        places: torch.Tensor,
+        causal: bool,
+    ) -> torch.Tensor:
+        """A layer over a block: [rows, hidden]."""
+        made, rows = self.made, len(hidden)
+        x = self._norm(hidden, w["input_layernorm.weight"])
+        x, behind = self._convolved(w, "attention_conv", x)
+        both = torch.cat((states, x))
+        q, k, v = (
+            (each @ w[f"self_attn.{name}_proj.weight"].T).view(len(each), -1, made.head_dim)
+            for name, each in (("q", x), ("k", both), ("v", both))
+        )
+        q = self._rotated(self._norm(q, w["self_attn.q_norm.weight"]), places[-rows:])
+        k = self._rotated(self._norm(k, w["self_attn.k_norm.weight"]), places)
+        visible = torch.ones(rows, len(both), dtype=torch.bool)
+        if causal:
+            visible = visible.tril(len(both) - rows)
+        mixed = F.scaled_dot_product_attention(
+            *(each.transpose(0, 1) for each in (q, k, v)), attn_mask=visible, enable_gqa=True
+        )
+        mixed = mixed.transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
+        hidden = hidden + behind(mixed)
+        x = self._norm(hidden, w["post_attention_layernorm.weight"])
+        x, behind = self._convolved(w, "mlp_conv", x)
+        gate, up = (x @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        return hidden + behind((F.silu(gate) * up) @ w["mlp.down_proj.weight"].T)
+
+    def _convolved(self, w: dict[str, torch.Tensor], part: str, x: torch.Tensor):
+        """What goes in, and the convolution of what comes out."""
+        if not self.made.second:
+            return x, lambda y: y
+        taps, group = self.made.convolved, self.made.group
+        computed = (x @ w[f"{part}.kernel_projection.weight"].T).view(len(x), 2, taps, -1)
+
+        def side(y: torch.Tensor, which: int) -> torch.Tensor:
+            out = torch.zeros_like(y)
+            for row in range(len(y)):
+                for tap in range(min(taps, row + 1)):
+                    kernel = w[f"{part}.base_kernel"][which, tap]
+                    kernel = kernel + computed[row, which, tap].repeat_interleave(group)
+                    out[row] += kernel * y[row - tap]
+            return out
+
+        return side(x, 0), lambda y: side(y, 1)
+
+    @staticmethod
+    def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+    def _rotated(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        half = self.made.head_dim // 2
+        inverse = self.made.theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = (places[:, None] * inverse)[:, None]
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
