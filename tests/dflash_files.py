@@ -7,11 +7,31 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import gguf
 import torch
 import torch.nn.functional as F
+from gguf_files import in_blocks
 from safetensors.torch import save_file
 
 EPS = 1e-6
+# What llama.cpp calls tensors, in the order in which the names are replaced.
+_IN_GGUF = {
+    "layers.": "blk.",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{each}_proj": f"attn_{each}" for each in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{each}_norm": f"attn_{each}_norm" for each in "qk"},
+    **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
+    "hidden_norm.": "enc.output_norm.",
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +86,12 @@ KINDS = {
         rows=5, second=True, convolved=3, best=9, factors=(1.5, 0.75), cap=3.0, theta=5e5
     ),
 }
+
+
+def _gguf_name(name: str) -> str:
+    for ours, theirs in _IN_GGUF.items():
+        name = name.replace(ours, theirs)
+    return "output_norm.weight" if name == "norm.weight" else name
 
 
 class RandomDrafter:
@@ -155,8 +181,53 @@ class RandomDrafter:
         (self.directory / "config.json").write_text(json.dumps(config | made.more))
         save_file(self.tensors, self.directory / "model.safetensors", metadata={"format": "pt"})
 
+    def write_gguf(self, path: Path, kind: gguf.GGMLQuantizationType) -> Path:
+        """Write a GGUF file as llama.cpp's converter and quantiser do, with matrices in a type
+        where their rows are long enough; from then on the drafter computes with its numbers.
+        """
+        made, writer = self.made, gguf.GGUFWriter(path, "dflash")
+        writer.add_embedding_length(self._hidden)
+        writer.add_feed_forward_length(made.wide)
+        writer.add_block_count(made.layers)
+        writer.add_head_count(made.heads)
+        writer.add_head_count_kv(made.kv_heads)
+        writer.add_key_length(made.head_dim)
+        writer.add_layer_norm_rms_eps(EPS)
+        writer.add_rope_freq_base(made.theta)
+        writer.add_context_length(4096)
+        writer.add_uint32("tokenizer.ggml.mask_token_id", made.mask)
+        writer.add_uint32("dflash.block_size", made.rows)
+        writer.add_array("dflash.target_layers", [tapped + 1 for tapped in self._taps])
+        writer.add_bool("dflash.attention.causal", False)
+        if made.kinds:
+            writer.add_uint32("dflash.attention.sliding_window", made.window)
+            slides = [each == SLIDING for each in made.kinds]
+            writer.add_array("dflash.attention.sliding_window_pattern", slides)
+        if made.second:
+            writer.add_uint32("dflash.conv_kernel_size", made.convolved)
+            writer.add_uint32("dflash.conv_group_size", made.group)
+            writer.add_uint32("dflash.selector_rank", made.rank)
+            writer.add_uint32("dflash.selector_top_k", made.best)
+        for name, tensor in self.tensors.items():
+            array = tensor.numpy()
+            blocks = array.ndim == 2 and array.shape[1] % 32 == 0
+            if blocks:
+                data = in_blocks(array, kind)
+                array = gguf.quants.dequantize(data, kind)
+                writer.add_tensor(_gguf_name(name), data, raw_dtype=kind)
+            else:
+                writer.add_tensor(_gguf_name(name), array)
+            self.tensors[name] = torch.from_numpy(array.copy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
     @torch.no_grad()
-    def logits(self, tokens: list[int], after: list[int], *, seen: int | None = None) -> torch.Tensor:
+    def logits(
+        self, tokens: list[int], after: list[int], *, seen: int | None = None
+    ) -> torch.Tensor:
         """Of the token behind a text and some drafted tokens, [vocab] float64.
 
         after: drafted tokens that follow the text

@@ -32,8 +32,8 @@ _COPY_BITS, SMALLER_COPY_BITS = 4, 3
 COPY_BITS = (AUTO, _COPY_BITS, SMALLER_COPY_BITS)
 DRAFT_KV = (AUTO, EXACT, INT8)
 NGRAM, MTP, NO_DRAFTER = "ngram", "mtp", "none"
-# In `triforce plan` alone: an EAGLE-3 head of the usual shape.
-EAGLE3 = "eagle3"
+# In `triforce plan` alone: an EAGLE-3 head, or a DFlash drafter, of the usual shape.
+EAGLE3, DFLASH = "eagle3", "dflash"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
@@ -56,8 +56,8 @@ class MethodSettings:
     method: "triforce", "speculative" (the drafter proposes directly to the target) or
         "autoregressive"
     draft: "auto" (the model's MTP head if it has one that fits and pays, else n-grams), "ngram",
-        "mtp", "none", or the path or hub id of a draft model with the same vocabulary, or of an
-        EAGLE-3 head
+        "mtp", "none", or the path or hub id of a draft model with the same vocabulary, of an
+        EAGLE-3 head or of a DFlash drafter
     draft_tokens: number of draft tokens that a pass verifies at most; "auto" chooses it at run time
     tree: number of tokens of a tree draft for the target; `draft_tokens` then limits the depth of
         the tree. "auto" lets the retrieval level draft trees where something streams and `accept`

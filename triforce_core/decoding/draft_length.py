@@ -48,12 +48,13 @@ class Fixed:
 class Auto:
     """A length that minimises (T_verify(g) + T_draft(g)) / E(g) over the draft length g.
 
-    T_verify is linear in the number of verified tokens, T_draft is proportional to g; both are
-    fitted to measurements. E(g), the expected tokens of a round, is 1 + the sum over i <= g of the
-    probability that i tokens are accepted. With one acceptance rate a for every position this is
-    (1 - a^(g+1)) / (1 - a). Here each position has its own learned rate, which is shrunk towards
-    the common rate while the position has few observations. Old rounds fade, so a length that lost
-    is tried again when the text may have changed.
+    T_verify is linear in the number of verified tokens; T_draft is proportional to g, or the same
+    for every g if a drafter predicts all tokens at once. Both are fitted to measurements. E(g), the
+    expected tokens of a round, is 1 + the sum over i <= g of the probability that i tokens are
+    accepted. With one acceptance rate a for every position this is (1 - a^(g+1)) / (1 - a). Here
+    each position has its own learned rate, which is shrunk towards the common rate while the
+    position has few observations. Old rounds fade, so a length that lost is tried again when the
+    text may have changed.
 
     If the proposer reports its confidence in each token, a length for each draft beats one length
     for all: drafting goes on while the probability that the next token is reached and accepted,
@@ -78,6 +79,7 @@ class Auto:
         *,
         by_confidence: bool = False,
         plain_first: bool = False,
+        at_once: bool = False,
     ) -> None:
         """most: the longest length
         acceptance: acceptance rate assumed at first
@@ -85,12 +87,14 @@ class Auto:
         by_confidence: whether the proposer reports its confidence
         plain_first: whether the first round has no draft, to measure the time that drafts have to
             beat; False if a pass is too slow to be spent on this
+        at_once: whether a draft takes the same time whatever its length
         """
         self._most = most
         self._first = first
         self._prior = acceptance
         self._by_confidence = by_confidence
         self._plain_first = plain_first
+        self._at_once = at_once
         # Start as if a few rounds had been observed; they fade like any other.
         reached = [_PRIOR_ROUNDS * acceptance**i for i in range(most + 1)]
         self._examined, self._held = reached[:-1], reached[1:]
@@ -98,7 +102,8 @@ class Auto:
         self._sure_held = [0.0] * (len(_CONFIDENCE) + 1)
         self._verify = Line()
         self._draft_seconds = 0.0
-        self._draft_tokens = 0.0
+        # Tokens that were drafted in these seconds, or drafts if one takes the same for any length.
+        self._drafted = 0.0
         self._seconds_per_token = 0.0
         self._idle_rounds = 0
 
@@ -112,7 +117,8 @@ class Auto:
         for length, chance in enumerate(self._chances(), start=1):
             alive *= chance
             expected += alive
-            cost = (self._verify.at(length) + self._per_draft * length) / expected
+            drafting = self._per_draft * (1 if self._at_once else length)
+            cost = (self._verify.at(length) + drafting) / expected
             if cost < least:
                 best, least = length, cost
         self._seconds_per_token = least
@@ -151,15 +157,16 @@ class Auto:
         self._verify.observe(outcome.drafted, outcome.verify_seconds)
         if outcome.drafted:
             self._draft_seconds = self._draft_seconds * _MEMORY + outcome.draft_seconds
-            self._draft_tokens = self._draft_tokens * _MEMORY + outcome.drafted
+            drafted = 1 if self._at_once else outcome.drafted
+            self._drafted = self._drafted * _MEMORY + drafted
 
     @property
     def _known(self) -> bool:
-        return self._verify.known and self._draft_tokens > 0
+        return self._verify.known and self._drafted > 0
 
     @property
     def _per_draft(self) -> float:
-        return self._draft_seconds / self._draft_tokens
+        return self._draft_seconds / self._drafted
 
     @property
     def _common(self) -> float:

@@ -102,9 +102,10 @@ class Drafting:
             if models.method.has_drafter:
                 self._inner = self._length(
                     models.method.fixed_inner_draft_tokens,
-                    AUTO_INNER_TOKENS,
+                    min(AUTO_INNER_TOKENS, self._longest_draft),
                     _DRAFTER_ACCEPTANCE,
                     _DRAFTER_FIRST,
+                    at_once=self._block > 0,
                 )
         elif models.method.has_drafter:
             self._outer = self._drafter_length()
@@ -122,7 +123,8 @@ class Drafting:
         if not self._models.budget:
             if not method.has_drafter:
                 return None
-            return Growth(nodes, deepest, asked=asked, texts=needs.sequences)
+            deepest, texts = min(deepest, self._longest_draft), needs.sequences
+            return Growth(nodes, deepest, asked=asked, texts=texts, at_once=self._block > 0)
         pays = method.grows_trees and (asked or self._models.runtime.streams)
         if self._models.target.config.recurrent_layers or not pays:
             # Where nothing streams a pass costs little, and chains learn whether drafts pay at all.
@@ -142,7 +144,19 @@ class Drafting:
         assumed = (_DRAFTER_ACCEPTANCE, _DRAFTER_FIRST)
         if not self._models.small:
             assumed = (_NGRAM_ACCEPTANCE, _NGRAM_FIRST)
-        return self._length(self._models.method.fixed_draft_tokens, AUTO_DRAFT_TOKENS, *assumed)
+        tokens, most = self._models.method.fixed_draft_tokens, self._longest_draft
+        return self._length(tokens, most, *assumed, at_once=self._block > 0)
+
+    @property
+    def _block(self) -> int:
+        """Number of rows that the drafter computes at once; 0 if it drafts token by token."""
+        small = self._models.small
+        return small.joins.block if small and small.joins else 0
+
+    @property
+    def _longest_draft(self) -> int:
+        """Number of tokens of the drafter's longest draft that `auto` chooses."""
+        return min(AUTO_DRAFT_TOKENS, self._block - 1) if self._block else AUTO_DRAFT_TOKENS
 
     def _length(
         self,
@@ -152,9 +166,15 @@ class Drafting:
         first: int,
         *,
         by_confidence: bool = False,
+        at_once: bool = False,
     ) -> DraftLength:
         if tokens is not None:
             return Fixed(tokens)
         # If nothing streams, a pass is cheap, and drafts may not pay.
         plain_first = not self._models.runtime.streams
-        return Auto(most, acceptance, first, by_confidence=by_confidence, plain_first=plain_first)
+        return Auto(
+            *(most, acceptance, first),
+            by_confidence=by_confidence,
+            plain_first=plain_first,
+            at_once=at_once,
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triforce_core.model.checkpoints.drafters.folders import head_at, open_head
+from triforce_core.model.checkpoints.drafters.found import head_at, open_head
 from triforce_core.model.found.hub import Announce
 from triforce_core.model.found.names import resolve, silently
 from triforce_core.model.tokenizing.tokenizer import (
@@ -61,7 +61,7 @@ class OpenModel:
         Raises UsageError, also if a draft model has another vocabulary, or as `at` does.
         """
         path = resolve(model, silently)
-        if path.is_dir() and (raw := head_at(path)) is not None:
+        if (raw := head_at(path)) is not None:
             return open_head(path, raw, self.checkpoint.config)
         drafter = OpenModel.at(path)
         try:

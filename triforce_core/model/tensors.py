@@ -175,17 +175,20 @@ def drafter_layouts(
     layouts, joins = dense_layouts(config, dtype), config.joins
     if joins is None:
         return layouts
+    ends = joins.ends(config.hidden, config.vocab)
+    head = _dense(ends, dtype)
     if pieces is not None:
         stored = _as_stored(pieces, dtype)
+        if not joins.divided:
+            head = _layout(ends, dtype, stored)
         layers = tuple(
             _layout(spec.shapes(config.hidden), dtype, stored, f"layers.{index}.")
             for index, spec in enumerate(config.layers)
         )
         layouts = replace(layouts, layers=layers)
-    ends = joins.ends(config.hidden, config.vocab)
     embedding = joins.embedding(config.hidden)
     embedded = _dense(embedding, dtype) if embedding else None
-    return replace(layouts, head=_dense(ends, dtype), embedding=embedded)
+    return replace(layouts, head=head, embedding=embedded)
 
 
 def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> Layouts:

@@ -12,9 +12,8 @@ from triforce_core.params import SamplingParams
 from triforce_core.plan.formats import SPLITS, may_split_weights
 from triforce_core.plan.machine import Room
 from triforce_core.plan.simulation.acceptance_curve import (
-    HEAD_ACCEPTANCE,
-    MODEL_ACCEPTANCE,
     AcceptanceCurve,
+    drafter_acceptance,
 )
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
@@ -90,8 +89,7 @@ def _case(
     method, context = sizes.method, sizes.max_context
     curve = AcceptanceCurve()
     if model.drafter:
-        head = model.drafter.joins
-        curve = replace(curve, inner=HEAD_ACCEPTANCE if head else MODEL_ACCEPTANCE)
+        curve = replace(curve, inner=drafter_acceptance(model.drafter))
     quantised = bool(sizes.weights.block_types)
     fixed: dict[str, object] = {"method": method.method} if method.method != "triforce" else {}
     for name in ("budget", "fixed_draft_tokens", "fixed_inner_draft_tokens"):

@@ -5,8 +5,10 @@ rejected, and cost no token, however useless.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from dflash_files import KINDS, Made, RandomDrafter
@@ -46,10 +48,10 @@ def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engi
     return Engine.from_pretrained(path, **fixed, **placed(placement, options))
 
 
-def assert_close(found: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_close(found: torch.Tensor, exact: torch.Tensor, share: float = 1e-4) -> None:
     known = exact.isfinite()
     assert torch.equal(found > -MOST_LOGIT, known)
-    assert_within(found[known], exact[known], 1e-4 * float(exact[known].abs().max()))
+    assert_within(found[known], exact[known], share * float(exact[known].abs().max()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,6 +66,34 @@ def test_a_drafter_computes_what_its_authors_publish(llama, tmp_path, kind: str)
             for place, token in enumerate(drafted):
                 assert_close(drafter.forward(batch)[0], made.logits(text, drafted[:place]))
                 batch = torch.tensor([token])
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0", "F16"])
+@pytest.mark.parametrize("kind", ["first", "second"])
+def test_files_of_llama_cpp_are_read(llama, tmp_path, kind: str, stored: str) -> None:
+    """Their numbers are kept as they are stored."""
+    path, model = llama
+    made = RandomDrafter(model, tmp_path / "drafter", replace(KINDS[kind], rank=32, wide=96))
+    file = made.write_gguf(tmp_path / "d.gguf", gguf.GGMLQuantizationType[stored])
+    with engine(path, "kv", draft=file, **DIRECT) as ours:
+        small = ours.models.small
+        kinds = small.store.layouts[0].decoded()
+        assert {part.block_type.name for part in kinds} == {stored}
+        for drafter, text in walk(ours):
+            found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
+            assert_close(found, made.logits(text, []), 2e-3)
+        prompt = random_ids(30)
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+        assert ours.generate(prompt, greedy(9)).token_ids == theirs[0, 30:].tolist()
+
+
+def test_other_drafters_in_gguf_are_refused_in_a_sentence(llama, tmp_path) -> None:
+    path, model = llama
+    made = RandomDrafter(model, tmp_path / "drafter", Made())
+    made.tensors["markov_w1.weight"] = torch.ones(97, 32)
+    file = made.write_gguf(tmp_path / "d.gguf", gguf.GGMLQuantizationType.Q8_0)
+    with pytest.raises(UnsupportedModelError, match=r"markov_w1\.weight, which is not known"):
+        engine(path, draft=file, **DIRECT)
 
 
 @pytest.mark.parametrize("kind", ["first", "second"])

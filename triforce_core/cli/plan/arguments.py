@@ -17,7 +17,9 @@ from triforce_core.model.known.mixes import NAMES
 from triforce_core.model.known.shapes import SHAPES
 from triforce_core.params import SamplingParams
 from triforce_core.plan.simulation.acceptance_curve import (
+    BLOCK_ACCEPTANCE,
     DEFAULT_ACCEPTANCE,
+    HEAD_ACCEPTANCE,
     MODEL_ACCEPTANCE,
     NGRAM_ACCEPTANCE,
 )
@@ -93,7 +95,8 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
         type=share,
         metavar="A",
         help=f"share of the drafter's tokens that are accepted (default: {NGRAM_ACCEPTANCE} for "
-        f"n-grams, {MODEL_ACCEPTANCE} for a small model, assumed)",
+        f"n-grams, {MODEL_ACCEPTANCE} for a small model, {HEAD_ACCEPTANCE} for a head and "
+        f"{BLOCK_ACCEPTANCE} for a DFlash drafter, assumed)",
     )
     add("--stats", metavar="FILE", help="take the acceptance from a run's `generate --stats`")
 
@@ -145,9 +148,10 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     add("--method", choices=METHODS, help="method to plan (default: the fastest)")
     add(
         "--draft",
-        metavar="ngram|mtp|eagle3|none|MODEL",
-        help="drafter: MODEL is a small model or an EAGLE-3 head, eagle3 a head of the usual shape "
-        "(default: the MTP head of models that have one, else n-grams)",
+        metavar="ngram|mtp|eagle3|dflash|none|MODEL",
+        help="drafter: MODEL is a small model, an EAGLE-3 head or a DFlash drafter; eagle3 and "
+        "dflash are such of the usual shape (default: the MTP head of models that have one, else "
+        "n-grams)",
     )
     add("--budget", type=tokens, metavar="TOKENS", help="tokens in the retrieval cache")
     add("--draft-tokens", type=int, metavar="N", help="tokens drafted for each pass")

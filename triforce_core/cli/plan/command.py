@@ -14,8 +14,9 @@ from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.plan.run_command import run_command
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import WARNING, say
+from triforce_core.model.checkpoints.drafters.dflash import typical_dflash
 from triforce_core.model.checkpoints.drafters.eagle3 import typical_eagle3
-from triforce_core.model.checkpoints.drafters.folders import head_at, planned_head
+from triforce_core.model.checkpoints.drafters.found import head_at, planned_head
 from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.found.hub import cached
@@ -26,9 +27,8 @@ from triforce_core.model.tensors import matrices
 from triforce_core.plan.formats import SPLITS, element_type, splits_blocks
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
-    HEAD_ACCEPTANCE,
-    MODEL_ACCEPTANCE,
     AcceptanceCurve,
+    drafter_acceptance,
 )
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
@@ -40,6 +40,7 @@ from triforce_core.settings import (
     AUTO,
     DEFAULT_BUDGET,
     DENSE,
+    DFLASH,
     EAGLE3,
     MOST_DRAFT_TOKENS,
     MTP,
@@ -125,7 +126,7 @@ def _case(args: argparse.Namespace) -> Case:
         draft = MTP
     if draft == MTP and not may_head:
         raise UsageError(f"--draft mtp: {args.model} has no MTP head that is known")
-    if draft == EAGLE3 and args.save:
+    if draft in (EAGLE3, DFLASH) and args.save:
         raise UsageError("--save needs the head that a run takes: give --draft its directory")
     draft_config = _draft_config(draft, config)
     method = planned.method if planned else MethodSettings()
@@ -193,8 +194,10 @@ def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
         return mtp_config(config)
     if draft == EAGLE3:
         return typical_eagle3(config)
+    if draft == DFLASH:
+        return typical_dflash(config)
     path = local(draft) or cached(str(draft))
-    if path is not None and path.is_dir() and (raw := head_at(path)) is not None:
+    if path is not None and (raw := head_at(path)) is not None:
         return planned_head(path, raw, config)
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
@@ -284,8 +287,7 @@ def _curve(
             say(f"{args.stats} holds no acceptance of drafts: it is assumed", WARNING)
         curve = replace(measured, context=context)
     if draft_config is not None and not args.stats:
-        inner = HEAD_ACCEPTANCE if draft_config.joins else MODEL_ACCEPTANCE
-        curve = replace(curve, inner=inner)
+        curve = replace(curve, inner=drafter_acceptance(draft_config))
     if args.acceptance is not None:
         # The given acceptance holds for --budget, or else for the engine's default budget.
         budget = args.budget if args.budget else DEFAULT_BUDGET

@@ -69,6 +69,7 @@ class Growth:
         texts: int = 1,
         prior: Prior = by_probability,
         chains: bool = True,
+        at_once: bool = False,
     ) -> None:
         """nodes: number of tokens of the largest tree
         deepest: number of tokens of its longest path
@@ -76,6 +77,7 @@ class Growth:
         texts: number of sequences in a pass; as far as possible, all of them draft the same kind
         prior: chances that are assumed before any are learned
         chains: whether a chain is drafted where it was measured to be faster, unless `asked`
+        at_once: whether the drafter predicts all levels at once: a further one costs nothing
         """
         self.deepest = deepest
         self._nodes = nodes
@@ -90,6 +92,7 @@ class Growth:
         self._level_seconds = self._levels = 0.0
         self._tried = self._bore = 0.0
         self._texts = texts
+        self._at_once = at_once
         self._asks = 0
         self._prefers_trees = False
 
@@ -153,7 +156,7 @@ class Growth:
 
         values: the values of the rows that the level would follow
         """
-        if self._asked or not self._levels or not self._known.rounds:
+        if self._asked or self._at_once or not self._levels or not self._known.rounds:
             return True
         gain = sum(values) * self.bears * self._known.seconds_per_token
         return gain > self._level_seconds / self._levels

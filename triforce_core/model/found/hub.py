@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triforce_core.model.checkpoints.drafters.folders import head_at
+from triforce_core.model.checkpoints.drafters.found import head_at
 from triforce_core.model.families.hf import from_hf
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError

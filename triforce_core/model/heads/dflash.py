@@ -15,7 +15,7 @@ from triforce_core.model.rope import Rope
 from triforce_core.model.transformer import Ends, Model
 from triforce_kernels.attention.attention import PLAIN, Softmax
 from triforce_kernels.layer import rope_into
-from triforce_kernels.weights.linear import linear
+from triforce_kernels.weights.linear import linear, lookup
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.weights.layouts import Views
 from triforce_offload.weights.store import Weights
@@ -100,9 +100,9 @@ class DFlashModel(Model):
         """
         if block.candidates is None:
             return block.logits[place].expand(len(tokens), -1).clone()
-        candidates, own = block.candidates[place], self._own
-        gated = own["before"][tokens].float() * block.gates[place].float()
-        pairs = gated @ own["after"][candidates].float().T
+        candidates, wide = block.candidates[place], torch.float32
+        gated = lookup(self._own["before"], tokens, wide) * block.gates[place].float()
+        pairs = gated @ lookup(self._own["after"], candidates, wide).T
         logits = pairs.new_full((len(tokens), self._vocab), float("-inf"))
         places = candidates.expand(len(tokens), -1)
         return logits.scatter_(1, places, pairs.add_(block.logits[place]))

@@ -275,7 +275,11 @@ class DFlash(Join):
         return {**shapes, **{name: shape for part in parts for name, shape in part.items()}}
 
     def ends(self, hidden: int, vocab: int) -> Shapes:
-        own = {"norm": (hidden,), "state_norm": (hidden,), "fc": (hidden, self.tapped_width(hidden))}
+        own = {
+            "norm": (hidden,),
+            "state_norm": (hidden,),
+            "fc": (hidden, self.tapped_width(hidden)),
+        }
         if (selector := self.selector) is None:
             return own
         table = vocab, selector.rank

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from pathlib import Path
 
+from triforce_core.model.config import ModelConfig
 from triforce_core.settings import DEFAULT_BUDGET
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
@@ -28,6 +29,10 @@ MODEL_ACCEPTANCE = 0.5
 # Share of an MTP head's tokens that its model accepts: llama.cpp with drafts of 3 tokens is 1.8 to
 # 2.2 times as fast on Qwen3.8-27B (its pull request 22673), which corresponds to about .7.
 HEAD_ACCEPTANCE = 0.7
+# Share of a DFlash drafter's tokens that its model accepts, for drafts of 7 tokens. Passes of
+# Qwen3.8-27B with DFlash 2 yield about 4 tokens for prose and 5 for technical texts (mistral.rs,
+# pull request 2386), and 5.5 on average (exllamav3, pull request 379): .78, .86 and .88.
+BLOCK_ACCEPTANCE = 0.8
 # Share of its own drafts with all layers in 4 or 3 bits that a model accepts. SmolLM2-135M: .947
 # and .848, if only these bits cause rejections (scripts/bench readings). Larger models lose less:
 # Qwen2.5-7B makes 28 tokens a pass with drafts of 4 bits (SubSpec, arXiv 2509.18344). Assumed: a
@@ -62,6 +67,13 @@ _SIBLINGS = 4
 _EXPONENT = 0.5
 # Upper limit of the acceptance that is assumed for another budget.
 _MOST = 0.995
+
+
+def drafter_acceptance(drafter: ModelConfig) -> float:
+    """Return the acceptance that is assumed of a draft model or a head."""
+    if not drafter.joins:
+        return MODEL_ACCEPTANCE
+    return BLOCK_ACCEPTANCE if drafter.joins.block else HEAD_ACCEPTANCE
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,16 @@ from triforce_core.plan.simulation.acceptance_curve import (
 )
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.costs import Costs
-from triforce_core.plan.simulation.launches import prefill_flops
+from triforce_core.plan.simulation.launches import (
+    CONVOLUTION_LAUNCHES,
+    PLACE_LAUNCHES,
+    STATES_LAUNCHES,
+    prefill_flops,
+)
 from triforce_core.plan.simulation.processor import fastest_counts
 from triforce_core.plan.simulation.round_cost import RoundCost
 from triforce_core.plan.sizes import PREFILL_CHUNK
-from triforce_core.settings import AUTO, MethodSettings
+from triforce_core.settings import AUTO, MOST_DRAFT_TOKENS, MethodSettings
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
@@ -45,7 +50,7 @@ class Candidate:
     """A plan that fits, and the cost of a round with it.
 
     step_seconds: duration of a step of the retrieval level
-    drafter_seconds: duration of a token of the drafter
+    drafter_seconds: duration of a draft of one token by the drafter
     """
 
     case: Case
@@ -197,17 +202,17 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan, tree: int = 0) -> Can
     tree: as for `candidates`
     """
     method = chosen.method
-    drafter = _drafter_seconds(case)
+    drafter = _drafter(case, chosen, memory)
     step = refresh = 0.0
     if chosen.budget:
         refresh = _refresh_seconds(case, chosen, memory)
         drafted, tokens, drafting, step = _level(case, chosen, memory, drafter)
     elif tree:
-        drafted, (tokens, drafting) = tree, _tree(case, memory, tree)
+        drafted, (tokens, drafting) = tree, _tree(case, chosen, memory, tree)
     else:
         drafted = int(method.draft_tokens) if method.drafts else 0
-        drafting = drafted * drafter
-        tokens = expected_tokens(case.curve.inner, drafted)
+        drafting = drafter.seconds(drafted)
+        tokens = drafter.expected(case.curve.inner, drafted)
     cost = RoundCost(
         case.costs,
         memory,
@@ -218,24 +223,22 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan, tree: int = 0) -> Can
         refresh_seconds=case.sequences * refresh,
         early_head=not method.drafts,
     )
-    return Candidate(case, chosen, memory, tokens, step, drafter, cost)
+    return Candidate(case, chosen, memory, tokens, step, drafter.seconds(1), cost)
 
 
 def _level(
-    case: Case, chosen: Plan, memory: MemoryPlan, drafter: float
+    case: Case, chosen: Plan, memory: MemoryPlan, drafter: _Drafter
 ) -> tuple[int, float, float, float]:
     """Return what a retrieval level drafts: the number of tokens, how many of them and of the
     target's own a pass yields, the seconds of the draft, and those of a step.
 
     A chain has the length that the plan says. A tree has the depth that is fastest, as measured
     seconds make it in a run.
-
-    drafter: seconds of a token of the lowest level
     """
     method, curve, acceptance = chosen.method, case.curve, case.acceptance(chosen)
     inner = 1 if method.inner_draft_tokens == AUTO else int(method.inner_draft_tokens)
     inner = inner if method.has_drafter else 0
-    per_step = expected_tokens(curve.inner, inner)
+    per_step, proposing = drafter.expected(curve.inner, inner), drafter.seconds(inner)
 
     def seconds(rows: int, drafted: int) -> float:
         """Seconds of a step over `rows` paths, without the drafter's."""
@@ -248,7 +251,7 @@ def _level(
     if method.draft_tokens != AUTO:
         drafted = int(method.draft_tokens)
         step = seconds(1, drafted)
-        drafting = drafted / per_step * (step + inner * drafter)
+        drafting = drafted / per_step * (step + proposing)
         return drafted, expected_tokens(acceptance, drafted), drafting, step
     nodes = memory.requirements.max_draft_tokens
     rows = case.sequences * (nodes + 1)
@@ -258,13 +261,13 @@ def _level(
         steps = deepest / per_step
         # Branches grow beside the longest path, behind which the drafter proposes.
         step = seconds(max(1, round(nodes / steps)), nodes)
-        return expected_tree(acceptance, nodes, deepest), steps * (step + inner * drafter), step
+        return expected_tree(acceptance, nodes, deepest), steps * (step + proposing), step
 
     depths = map(tree, range(4, nodes + 1, 4))
     return nodes, *min(depths, key=lambda it: (whole + case.sequences * it[1]) / it[0])
 
 
-def _tree(case: Case, memory: MemoryPlan, nodes: int) -> tuple[float, float]:
+def _tree(case: Case, chosen: Plan, memory: MemoryPlan, nodes: int) -> tuple[float, float]:
     """Return how many tokens a pass over a head's tree yields, and the seconds of the draft, at the
     depth that is fastest.
     """
@@ -272,10 +275,11 @@ def _tree(case: Case, memory: MemoryPlan, nodes: int) -> tuple[float, float]:
     whole = RoundCost(case.costs, memory, case.length, rows).least_seconds
 
     def tree(deepest: int) -> tuple[float, float]:
-        level = _drafter_seconds(case, max(1, nodes // deepest))
-        return expected_tree(case.curve.inner, nodes, deepest), deepest * level
+        drafter = _drafter(case, chosen, memory, max(1, nodes // deepest))
+        return expected_tree(case.curve.inner, nodes, deepest), drafter.seconds(deepest)
 
-    trees = map(tree, range(1, min(_DEEPEST, nodes) + 1))
+    longest = _drafter(case, chosen, memory).longest
+    trees = map(tree, range(1, min(_DEEPEST, nodes, longest) + 1))
     return min(trees, key=lambda found: (whole + case.sequences * found[1]) / found[0])
 
 
@@ -302,23 +306,53 @@ def _fit(case: Case, method: MethodSettings) -> Resolved:
     return replace(fitted, memory=room.with_files(memory))
 
 
-def _drafter_seconds(case: Case, rows: int = 1) -> float:
-    """Return the seconds of one forward of the lowest level. N-gram lookup is counted as 0."""
+@dataclass(frozen=True)
+class _Drafter:
+    """Seconds of the lowest level. N-gram lookup is counted as 0.
+
+    token: of each token of a chain, or each level of a tree
+    draft: of a draft, however long it is
+    longest: number of tokens of its longest chain or path
+    """
+
+    token: float = 0.0
+    draft: float = 0.0
+    longest: int = MOST_DRAFT_TOKENS
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds of a chain of tokens, or of a tree with as many levels."""
+        return self.draft + min(tokens, self.longest) * self.token if tokens else 0.0
+
+    def expected(self, acceptance: float, tokens: int) -> float:
+        """Return how many tokens a chain yields, with the verifier's own."""
+        return expected_tokens(acceptance, min(tokens, self.longest))
+
+
+def _drafter(case: Case, chosen: Plan, memory: MemoryPlan, rows: int = 1) -> _Drafter:
+    """Return the seconds of the lowest level. rows: tokens of a level of a tree"""
     config = case.drafter
     if config is None:
-        return 0.0
+        return _Drafter()
     costs = Costs(config, case.dtype, replace(case.hardware, gpus=1))
     if case.head_pieces:
         layers = drafter_layouts(config, case.dtype, case.head_pieces).layers
         costs = replace(costs, stored=costs.matrices.with_layers(layers))
     joins = config.joins
     if joins and not joins.owns_ends:
-        # An MTP head multiplies by the model's own output matrix, on all GPUs.
-        costs, ends = replace(costs, hardware=case.hardware), case.costs.matrices
+        # It multiplies by the model's own output matrix: an MTP head on all GPUs.
+        ends = case.costs.matrices
         own = replace(costs.matrices, head=ends.head, head_read=ends.head_read)
-        costs = replace(costs, stored=own)
-    # Beside a model whose tokens choose their keys nothing is recorded.
-    return costs.resident_forward(rows, WINDOW, recorded=not case.config.chooses_keys)
+        costs = replace(costs, hardware=case.hardware, stored=own)
+    # Heads are recorded beside other forwards alone (`draft_levels`).
+    needs = memory.requirements
+    recorded = not joins or bool(chosen.budget) or needs.records_passes
+    if not joins or not joins.block:
+        return _Drafter(costs.resident_forward(rows, WINDOW, recorded=recorded))
+    block = costs.resident_forward(joins.block, joins.context, recorded=recorded)
+    if joins.convolutions:
+        block += len(config.layers) * costs.small(CONVOLUTION_LAUNCHES, recorded=recorded)
+    states = costs.piece(0, 0, STATES_LAUNCHES * len(config.layers))
+    return _Drafter(costs.small(PLACE_LAUNCHES), block + states, joins.block - 1)
 
 
 def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:

@@ -273,6 +273,9 @@ class Case:
             split_weights(self.split, self.config, self.dtype, pieces=self.pieces)
         if self.split_kv and self.dtype.name != "bfloat16":
             raise UsageError(f"only bfloat16 can be split, and KV is in {self.dtype.name} here")
+        joins = self.draft_config and self.draft_config.joins
+        if joins and joins.block and self.hardware.gpus > 1:
+            raise UsageError(f"--draft: a {joins.in_words} drafts on one GPU only")
         positions = self.config.positions
         if self.context > positions:
             raise UsageError(

@@ -1,21 +1,18 @@
-"""Files of DFlash drafters, as their authors publish them."""
+"""Configs of DFlash drafters, as their authors publish them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from triforce_core.model.checkpoints.checkpoint import Checkpoint
-from triforce_core.model.checkpoints.naming.names import blocks, hf_names
-from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes
-from triforce_core.model.config import ModelConfig
-from triforce_core.model.families.hf import SOURCE, from_hf, quantised
+from triforce_core.model.checkpoints.naming.names import blocks
+from triforce_core.model.config import ModelConfig, RopeConfig
+from triforce_core.model.families.hf import SOURCE, from_hf
 from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.heads.joins import Convolutions, DFlash, Selector
-from triforce_offload.checkpoint.header import read_json
-from triforce_offload.checkpoint.safetensors import SafetensorsSource
+from triforce_core.model.layers import Attention, LayerSpec
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Number of tokens that a drafter without windows attends to: longer contexts take memory, and make
@@ -28,24 +25,11 @@ _OF_LAYERS = (
     *("head_dim", "rms_norm_eps", "hidden_act", "attention_bias", "max_position_embeddings"),
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
-_QWEN3 = {"model_type": "qwen3", "architectures": None}
-_ENDS = {
-    "norm": "norm.weight",
-    "state_norm": "hidden_norm.weight",
-    "fc": "fc.weight",
-    "before": "candidate_selector.predecessor_codebook",
-    "after": "candidate_selector.successor_codebook",
-    "gate": "candidate_selector.hidden_projection.weight",
-}
-_CONVOLUTIONS = {
-    "mixer_conv": "attention_conv.base_kernel",
-    "mixer_conv_from": "attention_conv.kernel_projection.weight",
-    "mlp_conv": "mlp_conv.base_kernel",
-    "mlp_conv_from": "mlp_conv.kernel_projection.weight",
-}
-_BUFFER = "rotary_emb.inv_freq"
-# Of a typical drafter: the shape that is published for Qwen3.8-27B.
-_TYPICAL = {"heads": 32, "kv_heads": 8, "head_dim": 128, "layers": 5, "rows": 8}
+OF_QWEN3 = {"model_type": "qwen3", "architectures": None}
+# Of a typical drafter, that of DFlash 2 for Qwen3.8-27B: its layers, its heads, and the rows of a
+# block.
+_TYPICAL_LAYERS, _TYPICAL_ROWS = 5, 8
+_TYPICAL_HEADS = Attention(heads=32, kv_heads=8, head_dim=128, qk_norm=True)
 
 
 def is_dflash(raw: Mapping[str, Any]) -> bool:
@@ -68,7 +52,7 @@ def dflash_config(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
     layers = fields.whole("num_hidden_layers")
     kept = {name: raw[name] for name in _OF_LAYERS if raw.get(name) is not None}
     of_model = {"vocab_size": target.vocab, "tie_word_embeddings": False}
-    config = from_hf({**kept, **_QWEN3, **of_model, "num_hidden_layers": layers}, {})
+    config = from_hf({**kept, **OF_QWEN3, **of_model, "num_hidden_layers": layers}, {})
     width = fields.whole("target_hidden_size", target.hidden)
     if config.hidden != target.hidden or width != target.hidden:
         raise CheckpointError(
@@ -94,6 +78,30 @@ def dflash_config(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
         logit_scale=fields.real("output_multiplier", fields.real("logit_scale", 1.0)),
         logit_cap=fields.real("final_logit_softcapping") if cap else None,
     )
+
+
+def typical_dflash(target: ModelConfig) -> ModelConfig:
+    """Return the config of a drafter of DFlash 2 as those that are published: five layers with an
+    MLP as wide as a dense model's own, or 3 times as wide as its states, and drafts of 7 tokens.
+
+    Raises UnsupportedModelError for a model for which there can be none.
+    """
+    _refuse_unknown(Fields({}, SOURCE), target)
+    mlps = [spec.mlp for spec in target.layers]
+    width = 3 * target.hidden if any(mlp.active for mlp in mlps) else mlps[0].width
+    join = DFlash(
+        tuple(each + 1 for each in _usual_taps(len(target.layers), _TYPICAL_LAYERS)),
+        target.hidden,
+        _TYPICAL_ROWS,
+        0,
+        _CONTEXT,
+        (False,) * _TYPICAL_LAYERS,
+        Convolutions(2, 16),
+        Selector(16, 256),
+    )
+    layer = LayerSpec(_TYPICAL_HEADS, DenseMLP(width), joins=join)
+    shape = (layer,) * _TYPICAL_LAYERS, target.hidden, target.vocab
+    return ModelConfig("qwen3", *shape, 1e-6, target.positions, RopeConfig())
 
 
 def _fields(raw: Mapping[str, Any]) -> Fields:
@@ -185,58 +193,3 @@ def _selector(fields: Fields) -> Selector | None:
     if not fields.get("selector_rank"):
         return None
     return Selector(fields.whole("selector_top_k"), fields.whole("selector_rank"))
-
-
-class DFlashCheckpoint(Checkpoint):
-    """The files of a drafter. See `ReadableHead`."""
-
-    def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        config = self.config
-        shapes = config.joins.ends(config.hidden, config.vocab)
-        for index, spec in enumerate(config.layers):
-            parts = spec.shapes(config.hidden)
-            shapes |= {f"layers.{index}.{part}": shape for part, shape in parts.items()}
-        for name, shape in shapes.items():
-            yield from stored_shapes(self._names(name), shape)
-
-    def faults(self) -> Iterator[CheckpointError]:
-        """Checkpoint.faults, and tensors that no DFlash drafter is known to have."""
-        yield from super().faults()
-        known = dict(self._expected()).keys()
-        others = sorted(name for name in self._source.names() - known if _BUFFER not in name)
-        if others:
-            yield UnsupportedModelError(
-                f"{self.path} holds {others[0]}, which is not known of DFlash drafters"
-            )
-
-    def tokens(self) -> None:
-        """ReadableHead.tokens: the model's own."""
-
-
-def open_dflash(path: Path, target: ModelConfig) -> DFlashCheckpoint:
-    """Open the directory of a drafter. target: config of the model that it drafts for
-
-    Raises CheckpointError or UnsupportedModelError.
-    """
-    raw = read_json(path / SOURCE)
-    config = dflash_config(raw, target)
-    source = SafetensorsSource(path, quantised({**raw, **_QWEN3}))
-    return DFlashCheckpoint(path, config, source, _names(config))
-
-
-def _names(config: ModelConfig) -> Callable[[str], list[Piece]]:
-    """Return the pieces of each tensor of the drafter."""
-    of_model, join = hf_names(config), config.joins
-
-    def pieces(name: str) -> list[Piece]:
-        if name in _ENDS:
-            rows = join.ends(config.hidden, config.vocab)[name][0]
-            return [Piece(_ENDS[name], rows)]
-        prefix, _, part = name.rpartition(".")
-        if part in _CONVOLUTIONS:
-            rows = config.layers[0].shapes(config.hidden)[part][0]
-            return [Piece(f"{prefix}.{_CONVOLUTIONS[part]}", rows)]
-        found = of_model(name)
-        return [replace(piece, name=piece.name.removeprefix("model.")) for piece in found]
-
-    return pieces

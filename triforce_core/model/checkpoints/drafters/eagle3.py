@@ -101,7 +101,7 @@ def eagle3_config(
 
 
 def _with_join(config: ModelConfig, join: Join) -> ModelConfig:
-    return replace(config, layers=(replace(config.layers[0], joins=join),))
+    return replace(config, layers=tuple(replace(spec, joins=join) for spec in config.layers))
 
 
 def on_ranks(config: ModelConfig, count: int, vocab: int) -> ModelConfig:

@@ -1,0 +1,62 @@
+"""Drafters in files of their own that draft from a model's hidden states: what a path holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from triforce_core.model.checkpoints.checkpoint import Checkpoint, is_gguf
+from triforce_core.model.checkpoints.drafters.dflash import dflash_config, is_dflash
+from triforce_core.model.checkpoints.drafters.dflash_files import (
+    ARCHITECTURE,
+    fields_of_gguf,
+    open_dflash,
+)
+from triforce_core.model.checkpoints.drafters.eagle3 import (
+    is_eagle3,
+    open_eagle3,
+    planned_eagle3,
+)
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.families.hf import SOURCE
+from triforce_offload.checkpoint.header import read_json
+
+
+def head_at(path: Path) -> dict[str, Any] | None:
+    """Return the parsed config.json of the directory of a head, or such fields of its GGUF file;
+    None if it is none.
+
+    Raises CheckpointError.
+    """
+    if path.is_dir():
+        file = path / SOURCE
+        raw = read_json(file) if file.exists() else {}
+        return raw if is_dflash(raw) or is_eagle3(raw) else None
+    if not is_gguf(path):
+        return None
+    from triforce_offload.checkpoint.gguf import GGUFSource
+
+    with closing(GGUFSource(path)) as source:
+        of_dflash = source.metadata.get("general.architecture") == ARCHITECTURE
+        return fields_of_gguf(source.metadata) if of_dflash else None
+
+
+def open_head(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> Checkpoint:
+    """Open the files of a head.
+
+    raw: see `head_at`
+    target: config of the model that it drafts for
+
+    Raises CheckpointError or UnsupportedModelError.
+    """
+    return open_dflash(path, raw, target) if is_dflash(raw) else open_eagle3(path, target)
+
+
+def planned_head(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
+    """Return the config of a head of which at least the config.json is there.
+
+    Raises as `open_head`.
+    """
+    return dflash_config(raw, target) if is_dflash(raw) else planned_eagle3(path, raw, target)
