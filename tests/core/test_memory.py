@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
+import dflash_files
 import gguf
 import pytest
 import torch
@@ -59,6 +60,7 @@ METHODS = [
     *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe", "laguna-moe"), ("autoregressive", "ngram")),
     *product(("nemotron_h-latent-moe",), ("autoregressive", "ngram", "retrieval")),
     *product(("qwen4_exp-moe",), ("autoregressive", "ngram", "mtp")),
+    *product(("llama", "qwen3_5"), ("dflash",)),
 ]
 
 
@@ -87,6 +89,9 @@ def test_accounted_bytes_cover_what_is_allocated(
     if method == "mtp":
         add_head(tmp_path, model)
     head = RandomHead(model, tmp_path / "head", Made(embeds=family == "llama")).directory
+    if method == "dflash":
+        made = dflash_files.KINDS["second"]
+        dflash_files.RandomDrafter(model, tmp_path / "blocks", made)
     options = {
         "autoregressive": {"method": "autoregressive"},
         "ngram": {"draft": "ngram", "budget": 256},
@@ -94,6 +99,7 @@ def test_accounted_bytes_cover_what_is_allocated(
         "retrieval": {"draft": "none", "budget": 1024},
         "mtp": {"draft": "mtp", "budget": 256},
         "eagle3": {"draft": head, "budget": 256},
+        "dflash": {"draft": tmp_path / "blocks", "budget": 256},
     }[method]
     if family in CHOOSE_KEYS:
         options.pop("budget", None)

@@ -1,9 +1,10 @@
-"""MTP heads and EAGLE-3 heads on a real device. Simulated without a GPU."""
+"""MTP heads, EAGLE-3 heads and DFlash drafters on a real device. Simulated without a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import dflash_files
 import pytest
 from eagle3_heads import KINDS, RandomHead
 from helpers import BLOCK, add_head, make_model, placed, random_ids
@@ -25,12 +26,15 @@ METHODS = {
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """A model with a head of each kind, and what `draft` is then."""
     found = {}
-    for family, kind in (("qwen3_5", "mtp"), ("llama", "eagle3")):
+    for family, kind in (("qwen3_5", "mtp"), ("llama", "eagle3"), ("qwen3", "dflash")):
         path = tmp_path_factory.mktemp(family)
         model = make_model(family, path)
         if kind == "mtp":
             add_head(path, model)
             found[kind] = path, kind
+        elif kind == "dflash":
+            made = dflash_files.RandomDrafter(model, path / "blocks", dflash_files.KINDS["second"])
+            found[kind] = path, str(made.directory)
         else:
             head = RandomHead(model, path / "head", KINDS["specforge"])
             found[kind] = path, str(head.directory)
@@ -39,7 +43,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str
 
 @pytest.mark.first
 @pytest.mark.usefixtures("recorded_passes")
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
 @pytest.mark.parametrize(
     ("method", "placement"),
     [
@@ -67,7 +71,7 @@ def test_a_head_changes_no_greedy_text(heads, kind: str, method: str, placement:
 
 @pytest.mark.slow
 @pytest.mark.strict
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
 @pytest.mark.parametrize("method", ["triforce", "trees"])
 def test_the_host_never_waits_without_a_limit(heads, kind: str, method: str) -> None:
     path, draft = heads[kind]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dflash_files import KINDS, RandomDrafter
 from eagle3_heads import Made, RandomHead
 from helpers import BLOCK, placed, write_tokens_of_bytes
 from transformers import AutoModelForCausalLM
@@ -34,6 +35,8 @@ WAYS = {
     # A head that knows few tokens: the grammar may leave none of them.
     "head": {"method": "speculative", "draft_tokens": 4},
     "retrieval, head": {"budget": 32, "draft_tokens": 5, "inner_draft_tokens": 2},
+    # Likewise one that knows five candidates for each place.
+    "blocks": {"method": "speculative", "draft_tokens": 4},
 }
 
 
@@ -42,13 +45,16 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokens are bytes, and one that ends a text."""
     directory = tmp_path_factory.mktemp("bytes")
     write_tokens_of_bytes(directory)
-    RandomHead(AutoModelForCausalLM.from_pretrained(directory), directory / "head", Made())
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    RandomHead(model, directory / "head", Made())
+    RandomDrafter(model, directory / "blocks", KINDS["second"])
     return directory
 
 
 def engine(path: Path, way: str) -> Engine:
     base = {"device": "cpu", "accept": "coupled", "max_context": 200, "block_tokens": BLOCK}
-    drafters = {"both": path, "head": path / "head", "retrieval, head": path / "head"}
+    drafters = {"both": path, "head": path / "head", "blocks": path / "blocks"}
+    drafters["retrieval, head"] = path / "head"
     drafter = {"draft": drafters[way]} if way in drafters else {}
     return Engine.from_pretrained(path, **placed("kv", base | WAYS[way] | drafter))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import dflash_files
 import pytest
 import torch
 from eagle3_heads import Made, RandomHead
@@ -70,6 +71,15 @@ WITH_EAGLE3: dict[str, dict[str, object]] = {
     "eagle3, trees": {"method": "speculative", "draft": "{head}", "tree": 7},
     "retrieval, eagle3": {"draft": "{head}", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
 }
+# Likewise, a drafter of blocks, whose tokens are among three candidates.
+BLOCKS = dflash_files.Made(
+    rows=4, taps=(0, 1), second=True, convolved=2, group=8, best=3, mask=VOCAB - 1
+)
+WITH_DFLASH: dict[str, dict[str, object]] = {
+    "dflash": {"method": "speculative", "draft": "{blocks}", "draft_tokens": 2},
+    "dflash, trees": {"method": "speculative", "draft": "{blocks}", "tree": 7},
+    "retrieval, dflash": {"draft": "{blocks}", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
+}
 OPTIONS = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}
 SAMPLES = 2_000
 
@@ -87,6 +97,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[P
             RandomHead(
                 model, path / "head", Made(tokens=VOCAB // 2, tapped=(0, 1), style="speculators")
             )
+            dflash_files.RandomDrafter(model, path / "blocks", BLOCKS)
         with Engine.from_pretrained(path, method="autoregressive", **OPTIONS) as plain:
             found[family] = path, distribution_of_engine(plain)
     return found
@@ -106,6 +117,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("qwen3_5", "retrieval, mtp", SAMPLES // 5),
         ("qwen4_exp-moe", "mtp, trees", SAMPLES // 5),
         pytest.param("qwen4_exp-moe", "mtp", SAMPLES, marks=pytest.mark.slow),
+        ("gemma3", "dflash, trees", SAMPLES // 5),
         pytest.param("gemma4", "retrieval", SAMPLES // 5, marks=pytest.mark.slow),
         *(
             pytest.param(family, way, SAMPLES, marks=pytest.mark.slow)
@@ -114,15 +126,16 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         *(pytest.param("qwen3_5", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_HEAD),
         *(pytest.param("gemma3", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_EAGLE3),
+        *(pytest.param("gemma3", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_DFLASH),
     ],
 )
 def test_three_tokens_have_the_exact_distribution(
     distributions, drafter: Path, family: str, way: str, samples: int
 ) -> None:
     path, exact = distributions[family]
-    options = dict((WAYS | WITH_HEAD | WITH_EAGLE3)[way])
+    options = dict((WAYS | WITH_HEAD | WITH_EAGLE3 | WITH_DFLASH)[way])
     draft = str(options.get("draft", "ngram"))
-    options["draft"] = draft.format(drafter=drafter, head=path / "head")
+    options["draft"] = draft.format(drafter=drafter, head=path / "head", blocks=path / "blocks")
     assert exact.max() < 0.3, "no text is certain"
     counts: Counter = Counter()
     accepted: Counter = Counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import dflash_files
 import pytest
 import torch
 from eagle3_heads import KINDS, RandomHead
@@ -17,6 +18,7 @@ from tiny_families import FAMILIES, WITH_EXPERTS
 from triforce_core import Engine
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.drafters.block import BlockDrafter
 from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_offload.kv.store import KVStore
 from triforce_offload.plan.memory_plan import Where
@@ -192,3 +194,32 @@ def test_recorded_heads_compute_what_eager_ones_do(
     for eager, recorded in zip(*logits, strict=True):
         torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
     assert recorder.replayed > 30
+
+
+@pytest.mark.parametrize("draft", [{"draft_tokens": 5, "tree": "off"}, {"tree": 9}])
+@pytest.mark.parametrize("kind", ["first", "both kinds", "causal windows", "second, scaled"])
+def test_recorded_blocks_compute_what_eager_ones_do(
+    tmp_path, monkeypatch, kind: str, draft: dict[str, object]
+) -> None:
+    """With padding behind their rows, in layers that are causal and in others."""
+    model = make_model("llama", tmp_path)
+    made = dflash_files.RandomDrafter(model, tmp_path / "d", dflash_files.KINDS[kind])
+    options = {"method": "speculative", "draft": str(made.directory), **draft}
+    run, blocks = BlockDrafter._run, []
+
+    def noted(*given: object) -> object:
+        block = run(*given)
+        blocks[-1].append(block.logits.clone())
+        return block
+
+    monkeypatch.setattr(BlockDrafter, "_run", noted)
+    recorder, texts = ReplayRecorder(), []
+    for how in (None, recorder):
+        blocks.append([])
+        with engine(tmp_path, how, **options) as ours:
+            texts.append(ours.generate(PROMPT, greedy(30)).token_ids)
+    assert texts[0] == texts[1]
+    assert len(blocks[0]) == len(blocks[1]) > 10
+    for eager, recorded in zip(*blocks, strict=True):
+        torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
+    assert recorder.replayed > 10
