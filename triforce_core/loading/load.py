@@ -125,7 +125,7 @@ def _load(
             device=describe(device, machine, dtype, link.copy_bytes, own_device=own_device),
             sequences=config.sequences,
         )
-        pieces = storable_pieces(checkpoint.pieces, sizes)
+        pieces = storable_pieces(checkpoint.pieces, dtype, sizes.device)
 
         def asked(drafter: ReadableDrafter | None) -> ModelSizes:
             with_drafter = _of_drafter(sizes, drafter)
@@ -278,14 +278,17 @@ def _of_drafter(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSize
     if drafter is None:
         return sizes
     config = _as_drafter(drafter.config)
-    own = storable_pieces(drafter.pieces, sizes) if config.joins else None
+    own = None
+    if config.joins:
+        own = storable_pieces(drafter.pieces, sizes.dtype, sizes.device)
     return replace(sizes, drafter=config, head_pieces=own)
 
 
 def _whole(sizes: ModelSizes, checkpoint: Readable, drafter: ReadableDrafter | None) -> Whole:
     """Return the model of which ranks have shares. checkpoint, drafter: all of them"""
-    pieces = storable_pieces(checkpoint.pieces, sizes)
-    return Whole(checkpoint.config, _of_drafter(sizes, drafter).drafter, pieces)
+    pieces = storable_pieces(checkpoint.pieces, sizes.dtype, sizes.device)
+    sizes = _of_drafter(sizes, drafter)
+    return Whole(checkpoint.config, sizes.drafter, pieces, sizes.head_pieces)
 
 
 def _as_drafter(config: ModelConfig) -> ModelConfig:

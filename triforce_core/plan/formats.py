@@ -13,7 +13,7 @@ from triforce_core.model.tensors import (
     split_layouts,
     stored_layouts,
 )
-from triforce_core.plan.machine import Room
+from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, OFF, ON, SPLIT, SPLIT_EXPERTS, EngineConfig
 from triforce_kernels.weights.block_types import HIGH_QUANTS, NARROW, BlockType
@@ -107,15 +107,15 @@ def with_asked_formats(
     return replace(sizes, layouts=layouts, kv_split=config.kv == SPLIT)
 
 
-def storable_pieces(pieces: Pieces, sizes: ModelSizes) -> Pieces:
+def storable_pieces(pieces: Pieces, dtype: ElementType, device: Device) -> Pieces:
     """Return the pieces that may be kept as stored: numbers of 16 bits only if the model computes
     in float32 and a kernel multiplies by them.
     """
-    wide = dtype_name(sizes.dtype) == "float32"
+    wide = dtype_name(dtype) == "float32"
 
     def kind(stored: BlockType | None) -> BlockType | None:
         narrow = stored in NARROW.values()
-        return None if narrow and not (wide and sizes.device.has_kernel(stored)) else stored
+        return None if narrow and not (wide and device.has_kernel(stored)) else stored
 
     return lambda name: [(rows, kind(stored)) for rows, stored in pieces(name)]
 

@@ -46,7 +46,7 @@ def resolve(
     alone, room_of_all = whole is None, room.agreed(peers.least)
     choice = Choice()
     if not peers.index and hardware is not None and by_time.decides(config, sizes):
-        model = whole or Whole(sizes.config, sizes.drafter, pieces)
+        model = whole or Whole(sizes.config, sizes.drafter, pieces, sizes.head_pieces)
         with suppress(DoesNotFitError):
             best = by_time.fastest(sizes, config, room_of_all, model, hardware)
             choice = Choice.of(best)

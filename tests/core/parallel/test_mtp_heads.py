@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from fp8_files import FP8_RECURRENT, FP8_SIZES, quantise
 from head_walks import ON_RANKS
 from helpers import add_head, make_model, random_ids
+from integer_files import to_integers
 from oracle import assert_equal_but_for_ties, greedy
+from safetensors.torch import load_file, save_file
 from thread_ranks import engine
 
+from triforce_core.cli.main import _parser
+from triforce_core.cli.plan.command import _case
 from triforce_core.decoding.contexts.calls import RunHead
 from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_core.loading import load
+from triforce_core.plan.fitting import Resolved
+from triforce_core.plan.sizes import ModelSizes
 from triforce_offload.errors import DoesNotFitError
 
 PROMPT, NEW = 120, 40
+# Rows of whole blocks.
+WIDE = FP8_SIZES | FP8_RECURRENT
+WIDE_EXPERTS = WIDE | dict.fromkeys(
+    ("moe_intermediate_size", "shared_expert_intermediate_size"), 128
+)
+WIDE_EXPERTS |= {"ple_embed_dim": 384, "indexer_head_dim": 32}
+# How a model with a head is stored: family, sizes, format, and whether the head is in FP8 too.
+STORED = {
+    "int4": ("qwen3_5", WIDE, partial(to_integers, way="w4a16"), False),
+    "fp8": ("qwen3_5", WIDE, quantise, False),
+    "fp8-head": ("qwen3_5", WIDE, quantise, True),
+    "fp8-streams": ("qwen4_exp-moe", WIDE_EXPERTS, quantise, False),
+}
 
 
 def with_head(path: Path, family: str) -> tuple[Path, torch.nn.Module]:
@@ -154,3 +176,52 @@ def test_where_one_rank_has_no_room_for_its_part_n_grams_draft_on_all(
         result = ours.generate(prompt, greedy(NEW))
     assert "ngram" in result.stats["levels"]
     assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+
+
+def quantised_with_head(path: Path, stored: str) -> None:
+    """Makes a quantised model with a head in 16 bits, or in FP8 as its layers are."""
+    family, sizes, quantised, head_too = STORED[stored]
+    model, file = make_model(family, path, **sizes), path / "model.safetensors"
+    layers = load_file(file)
+    add_head(path, model)
+    head = {name: each.bfloat16() for name, each in load_file(file).items() if name not in layers}
+    save_file(layers, file, {"format": "pt"})
+    quantised(path, model)
+    layers = load_file(file)
+    if head_too:
+        full = f"model.layers.{model.config.layer_types.index('full_attention')}."
+        of_layer = {name: each for name, each in layers.items() if name.startswith(full)}
+        head |= {name.replace(full, "mtp.layers.0."): each for name, each in of_layer.items()}
+    save_file({name: each.clone() for name, each in (layers | head).items()}, file)
+
+
+def drafting_bytes(sizes: ModelSizes) -> tuple[int, int]:
+    """Of the head, and of everything that drafts with it."""
+    return sizes.drafter_layouts.nbytes, sizes.requirements(0).drafting_bytes
+
+
+@pytest.mark.parametrize(
+    ("stored", "ranks"),
+    # Layers whose tokens choose their keys do not spread over GPUs.
+    [(each, ranks) for each in STORED for ranks in (1, 2) if ranks == 1 or "streams" not in each],
+)
+def test_a_folder_is_planned_with_the_bytes_of_its_own_head(
+    tmp_path, leaders, monkeypatch, stored: str, ranks: int
+) -> None:
+    quantised_with_head(tmp_path, stored)
+    resolve, of_engine = load.resolve, []
+
+    def recorded(sizes: ModelSizes, *args: object, **options: object) -> Resolved:
+        if threading.current_thread() is threading.main_thread():
+            of_engine.append((sizes.method, sizes.device, *drafting_bytes(sizes)))
+        return resolve(sizes, *args, **options)
+
+    monkeypatch.setattr(load, "resolve", recorded)
+    options = {"weights": "stored", "dtype": "bfloat16", "draft": "mtp"}
+    with engine(tmp_path, ranks, max_context=200, **options):
+        ((method, device, *expected),) = of_engine
+    words = ["plan", tmp_path, "--gpu", "rtx4090", "--gpus", ranks, "--context", 200]
+    case = _case(
+        _parser()[0].parse_args([*map(str, words), "--new-tokens", "20", "--dtype", "bfloat16"])
+    )
+    assert [*drafting_bytes(replace(case, device=device).sizes(method))] == expected

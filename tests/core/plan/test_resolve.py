@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from triforce_core.loading import devices
+from triforce_core.model.checkpoints.mtp import mtp_config
 from triforce_core.model.known.shapes import read_model, read_shape
 from triforce_core.model.sharing.share import Share, mlp_unit
+from triforce_core.model.tensors import drafter_layouts
 from triforce_core.plan import by_time
 from triforce_core.plan.by_time import Whole
 from triforce_core.plan.choice import Choice
@@ -367,3 +369,26 @@ def test_several_sequences_choose_by_seconds_too(monkeypatch) -> None:
         seconds[sequences] = found.seconds_per_token
     assert seconds[1] < 0.05
     assert seconds[1] < seconds[4] < 4 * seconds[1], "some experts are chosen by several of them"
+
+
+def test_seconds_count_a_head_as_its_files_store_it(monkeypatch) -> None:
+    """In 16 bits beside a quantised model."""
+    shape, cases = read_model("qwen3.5-9b:Q4_K_M"), []
+    monkeypatch.setattr(by_time, "choose", lambda case: cases.append(case) or choose(case))
+    head = mtp_config(shape.config)
+
+    def of_head(name: str) -> list[tuple[int, None]]:
+        return [(head.layers[0].shapes(head.hidden)[name.split(".")[-1]][0], None)]
+
+    config = EngineConfig().changed(dtype="bfloat16")
+    sizes = ModelSizes(
+        *(shape.config, DTYPES["bfloat16"], 8192, config.method),
+        drafter=head,
+        head_pieces=of_head,
+        device=GPU,
+    )
+    sizes = with_asked_formats(sizes, config, shape.pieces, room())
+    resolve(sizes, config, room(), shape.pieces, hardware=named("rtx4090"))
+    (case,) = cases
+    counted = case.sizes(config.method).drafter_layouts
+    assert counted.nbytes == drafter_layouts(head, DTYPES["bfloat16"]).nbytes

@@ -146,6 +146,7 @@ def _case(args: argparse.Namespace) -> Case:
         draft=draft,
         draft_config=draft_config,
         pieces=None if _dequantises(weights, shape, dtype) else shape.pieces,
+        stored_head=shape.head_pieces,
         split=weights if weights in SPLITS else None,
         split_kv=kv == SPLIT,
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),

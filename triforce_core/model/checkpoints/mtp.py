@@ -116,6 +116,26 @@ def planned_pieces(config: ModelConfig, pieces: Pieces) -> Pieces:
     return of_head
 
 
+def shared_pieces(pieces: Pieces, share: Share) -> Pieces:
+    """Return a rank's share of the pieces of a head, which is divided as the model's own layers
+    are. pieces: of the matrices of the whole head
+    """
+    full, divided = like_head(share.whole), _divided(mtp_config(share.whole))
+    as_model = share.pieces(lambda name: pieces(f"layers.0.{name.split('.')[-1]}"))
+
+    def of_share(name: str) -> Sequence[tuple[int, BlockType | None]]:
+        part = name.split(".")[-1]
+        return as_model(f"layers.{full}.{part}") if part in divided else pieces(name)
+
+    return of_share
+
+
+def _divided(config: ModelConfig) -> set[str]:
+    """Return the tensors of a head that ranks divide. config: see `mtp_config`"""
+    spec = config.layers[0]
+    return {*spec.mixer.shapes(config.hidden), *spec.mlp.shapes(config.hidden)}
+
+
 def _without_last(
     pieces: Sequence[tuple[int, BlockType | None]], rows: int
 ) -> list[tuple[int, BlockType | None]]:
@@ -221,8 +241,7 @@ class MtpHead:
 
     def shared(self, share: Share) -> MtpHead:
         """Return a rank's share of the head, which is divided as the model's own layers are."""
-        full, spec = like_head(share.whole), self.config.layers[0]
-        divided = {*spec.mixer.shapes(self.config.hidden), *spec.mlp.shapes(self.config.hidden)}
+        full, divided = like_head(share.whole), _divided(self.config)
 
         def pieces(name: str) -> list[Piece]:
             part, whole = name.split(".")[-1], self._pieces(name)
@@ -230,15 +249,10 @@ class MtpHead:
                 return whole
             return windowed(whole, share.windows(f"layers.{full}.{part}", len(whole)))
 
-        as_model = share.pieces(lambda name: self.pieces(name.split(".")[-1]))
-
-        def kinds(name: str) -> list[tuple[int, BlockType | None]]:
-            part = name.split(".")[-1]
-            return as_model(f"layers.{full}.{part}") if part in divided else self.pieces(part)
-
+        kinds = shared_pieces(self.pieces, share)
         return MtpHead(self._whole, mtp_config(share.config), pieces, kinds)
 
-    def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
+    def pieces(self, name: str) -> Sequence[tuple[int, BlockType | None]]:
         """Readable.pieces."""
         if self._kinds is not None:
             return self._kinds(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, is_gguf, open_checkpoint
+from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_file, from_hf, quantised
 from triforce_core.model.found.folders import CONFIG, config_of
@@ -262,6 +263,8 @@ class Shape:
     published: number of positions that its published files declare, if its authors describe how to
         have more of them: by a rope scaling in config.json
     has_head: whether its files have the MTP head that its family publishes, if any
+    head_pieces: pieces of the matrices of that head if the model is quantised and its files are on
+        this machine, else None
     """
 
     config: ModelConfig
@@ -269,6 +272,7 @@ class Shape:
     dtype: str | None = None
     published: int | None = None
     has_head: bool = True
+    head_pieces: Pieces | None = None
 
 
 def read_shape(name: str) -> ModelConfig:
@@ -307,14 +311,9 @@ def read_model(name: str) -> Shape:
     if path.is_dir():
         return _of_folder(path)
     if path.is_file() and is_gguf(path):
-        checkpoint = open_checkpoint(path)
-        try:
-            quantised = checkpoint.stored_dtype is None
-            pieces = _pieces_read(checkpoint) if quantised else None
-            has_head = checkpoint.mtp_head is not None
-            return Shape(checkpoint.config, pieces, checkpoint.stored_dtype, has_head=has_head)
-        finally:
-            checkpoint.close()
+        with closing(open_checkpoint(path)) as checkpoint:
+            shape = Shape(checkpoint.config, dtype=checkpoint.stored_dtype)
+            return _of_files(shape, checkpoint, quantised=shape.dtype is None)
     if not path.exists() and (family := unsupported_family(name)):
         raise UnsupportedModelError(
             f"{name} is of a family that is not supported: {family}; docs/models.md lists those "
@@ -354,8 +353,17 @@ def _of_folder(path: Path) -> Shape:
         # Plans do not load the part that reads images either.
         warnings.simplefilter("ignore", RuntimeWarning)
         with closing(open_checkpoint(path)) as checkpoint:
-            pieces = shape.pieces and _pieces_read(checkpoint)
-            return replace(shape, pieces=pieces, has_head=checkpoint.mtp_head is not None)
+            return _of_files(shape, checkpoint, quantised=shape.pieces is not None)
+
+
+def _of_files(shape: Shape, checkpoint: Checkpoint, *, quantised: bool) -> Shape:
+    """Return the shape with the pieces and the MTP head that the files have."""
+    head = checkpoint.mtp_head
+    shape = replace(shape, has_head=head is not None)
+    if not quantised:
+        return shape
+    pieces = _pieces_read(checkpoint, "head", "embedding")
+    return replace(shape, pieces=pieces, head_pieces=head and _pieces_read(head))
 
 
 def _in_gguf(config: ModelConfig) -> ModelConfig:
@@ -373,14 +381,15 @@ def _in_gguf(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=tuple(map(stored, config.layers)))
 
 
-def _pieces_read(checkpoint: Checkpoint) -> Pieces:
+def _pieces_read(found: Checkpoint | MtpHead, *ends: str) -> Pieces:
     """Read all pieces now, because the file is closed when they are used."""
-    hidden = checkpoint.config.hidden
-    names = ["head", "embedding"]
-    for layer, spec in enumerate(checkpoint.config.layers):
-        parts = (part for part, shape in spec.shapes(hidden).items() if len(shape) == 2)
-        names += (f"layers.{layer}.{part}" for part in parts)
-    return {name: checkpoint.pieces(name) for name in names}.__getitem__
+    config = found.config
+    shapes = dict(config.last_shapes)
+    for layer, spec in enumerate(config.layers):
+        parts = spec.shapes(config.hidden)
+        shapes |= {f"layers.{layer}.{part}": shape for part, shape in parts.items()}
+    names = (*ends, *(name for name, shape in shapes.items() if len(shape) == 2))
+    return {name: found.pieces(name) for name in names}.__getitem__
 
 
 def for_timing(config: ModelConfig) -> ModelConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from triforce_core.model.checkpoints.drafters.eagle3 import on_ranks
-from triforce_core.model.checkpoints.mtp import mtp_config, planned_pieces
+from triforce_core.model.checkpoints.mtp import mtp_config, planned_pieces, shared_pieces
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
 from triforce_core.model.tensors import (
@@ -18,7 +18,7 @@ from triforce_core.model.tensors import (
     stored_layouts,
 )
 from triforce_core.params import SamplingParams
-from triforce_core.plan.formats import split_weights
+from triforce_core.plan.formats import split_weights, storable_pieces
 from triforce_core.plan.levels import fitting_budget
 from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.plan import Plan
@@ -50,6 +50,8 @@ class Case:
     curve: acceptance rates
     draft, draft_config: what drafts, and the config of the draft model, None for n-grams
     pieces: pieces of the matrices if they are kept quantised, else None
+    stored_head: pieces of the matrices of the whole MTP head if its files are at hand; None if they
+        are taken to be quantised as the model's are
     split: SPLIT if all weights are split, SPLIT_EXPERTS if experts are, else None
     split_kv: whether KV is split
     auto: which of "weights" and "kv" may have another format if that is faster; "draft" if n-grams
@@ -72,6 +74,7 @@ class Case:
     draft: str = AUTO
     draft_config: ModelConfig | None = None
     pieces: Pieces | None = None
+    stored_head: Pieces | None = None
     split: str | None = None
     split_kv: bool = False
     auto: frozenset[str] = frozenset()
@@ -110,7 +113,10 @@ class Case:
         joins = self.draft_config and self.draft_config.joins
         if self.pieces is None or not joins or not joins.divided:
             return None
-        return planned_pieces(self.config, self.share.pieces(self.pieces))
+        if self.stored_head is None:
+            return planned_pieces(self.config, self.share.pieces(self.pieces))
+        device = self.device or self._device
+        return shared_pieces(storable_pieces(self.stored_head, self.dtype, device), self.share)
 
     @cached_property
     def layouts(self) -> Layouts:
