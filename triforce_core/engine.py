@@ -23,7 +23,7 @@ from triforce_core.params import SamplingParams, without_fields
 from triforce_core.plan.plan import Plan
 from triforce_core.requests.batch import Batch, Member, Receiver
 from triforce_core.requests.pool import Contexts
-from triforce_core.requests.request import Asked, Request, asked_for
+from triforce_core.requests.request import Asked, Request, all_asked_for, asked_for
 from triforce_core.requests.run_all import all_of
 from triforce_core.requests.stream import Completion, Piece, Stream
 from triforce_core.requests.timeline import traced
@@ -204,6 +204,7 @@ class Engine:
         self._streams.add(stream)
         return stream
 
+    @without_fields
     def generate_all(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -217,11 +218,7 @@ class Engine:
 
         Raises UsageError before any request starts, DoesNotFitError or LinkError.
         """
-        each = params if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts, and parameters of {len(each)}")
-        for prompt, own in zip(prompts, each, strict=True):
-            asked_for(self._loaded, prompt, own, reuse)
+        each = all_asked_for(self._loaded, prompts, params, reuse)
         return all_of(self, prompts, each, reuse=reuse)
 
     @property
@@ -229,6 +226,7 @@ class Engine:
         """Whether another request can be added to those that are running."""
         return self._contexts.have_room
 
+    @without_fields
     def add_request(
         self,
         prompt: str | Sequence[int],

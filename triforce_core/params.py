@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -192,12 +192,43 @@ def checked(params: object, vocab: int) -> SamplingParams:
     """
     if params is None:
         return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        kind = type(params).__name__
-        raise UsageError(f"params of a request are SamplingParams, and this is {kind}")
+    _check_kind("params", params)
     for token, _ in params.logit_bias:
         _require("a token of logit_bias", token, token < vocab, f"0 to {vocab - 1}")
     return params
+
+
+def params_of_each(params: object, count: int) -> Sequence[SamplingParams | None]:
+    """Return the parameters of each of several requests.
+
+    params: parameters of all requests, a list with those of each, or None
+    count: number of requests
+
+    Raises UsageError, which names what is wrong.
+    """
+    if isinstance(params, (str, bytes)) or not isinstance(params, Sequence):
+        _check_kind("params", params, " or a list of them")
+        return [params] * count
+    if len(params) != count:
+        raise UsageError(
+            f"params must be SamplingParams, or a list of {count} of them, one for each of the "
+            f"prompts; got a list of {len(params)}"
+        )
+    for index, each in enumerate(params):
+        _check_kind(f"params[{index}]", each)
+    return params
+
+
+def _check_kind(name: str, params: object, others: str = "") -> None:
+    """Raise UsageError unless `params` is SamplingParams or None.
+
+    name: what the error calls it. others: what else it could have been
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return
+    write = f"; write SamplingParams(**{name})" if isinstance(params, Mapping) else ""
+    kind = type(params).__name__
+    raise UsageError(f"{name} must be SamplingParams{others}, got {kind}{write}")
 
 
 def check_context(prompt_tokens: int, new_tokens: int, limit: int, whose: str) -> None:

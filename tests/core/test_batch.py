@@ -267,9 +267,9 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence(tiny) -> None:
         while ours.step():
             pass
         assert len(told[-1].token_ids) == 4
-        with pytest.raises(UsageError, match="2 prompts, and parameters of 1"):
+        with pytest.raises(UsageError, match="one for each of the prompts; got a list of 1"):
             ours.generate_all([[1], [2]], [greedy(4)])
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match=r"^the request for prompts\[1\]: token id 1000000 "):
             ours.generate_all([[1], [10**6]], greedy(4))
     for options, message in (
         ({"sequences": 17}, "sequences must be 1 to 16"),

@@ -206,11 +206,54 @@ def test_what_is_of_the_wrong_kind_is_a_usage_error(speaking) -> None:
         Engine.from_pretrained(speaking, plan=5)
     with Engine.from_pretrained(speaking) as engine:
         for params in ({"max_new_tokens": 3}, 5):
-            with pytest.raises(UsageError, match="params of a request are SamplingParams"):
+            with pytest.raises(UsageError, match="params must be SamplingParams, got"):
                 engine.generate("hi", params)
         for ask in (engine.generate, engine.chat):
             with pytest.raises(UsageError, match="the text is not UTF-8 text"):
                 ask("hi \udc80")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "said"),
+    [
+        ("hi", None, "prompts must be a list of prompts, got str"),
+        ({"a": "hi"}, None, "prompts must be a list of prompts, got dict"),
+        (iter(["hi"]), None, "prompts must be a list of prompts, got list_iterator"),
+        ([3], None, r"the request for prompts\[0\]: a prompt is text or .*, and this is int"),
+        (["hi"], 5, "params must be SamplingParams or a list of them, got int"),
+        (["hi"], "5", "params must be SamplingParams or a list of them, got str"),
+        (["hi"], {"top_k": 5}, r"params must be .*, got dict; write SamplingParams\(\*\*params\)"),
+        (
+            ["hi", "ho"],
+            [None] * 3,
+            "params must be .* of 2 of them, one for .*; got a list of 3",
+        ),
+        (["hi", "ho"], [None, 5], r"params\[1\] must be SamplingParams, got int"),
+        (
+            ["hi", "ho"],
+            [None, {"top_k": 5}],
+            r"params\[1\] must be .*, got dict; write SamplingParams\(\*\*params\[1\]\)",
+        ),
+        (
+            ["hi", "ho"],
+            [None, SamplingParams(logit_bias={10**6: 1.0})],
+            r"the request for prompts\[1\]: a token of logit_bias must be 0 to \d+, got 1000000",
+        ),
+    ],
+)
+def test_what_is_wrong_among_several_requests_is_named(speaking, prompts, params, said) -> None:
+    with Engine.from_pretrained(speaking, device="cpu", max_context=300) as engine:
+        with pytest.raises(UsageError, match=f"^{said}$"):
+            engine.generate_all(prompts, params)
+        assert len(engine.generate_all(["hi"], [SamplingParams(2)])) == 1
+
+
+def test_a_request_that_is_added_takes_sampling_params_alone(speaking) -> None:
+    with Engine.from_pretrained(speaking, device="cpu", max_context=64) as engine:
+        for params, said in (({"top_k": 3}, "got dict; write"), ([None], "got list")):
+            with pytest.raises(UsageError, match=f"^params must be SamplingParams, {said}"):
+                engine.add_request("hi", params, print)
+        assert not engine.step()
 
 
 def test_a_plan_of_a_version_that_chose_how_chunks_are_scored(tmp_path) -> None:
@@ -237,7 +280,8 @@ def test_a_request_names_the_nearest_field(name: str, nearest: str) -> None:
 
 def test_fields_of_a_request_are_not_those_of_a_method(speaking) -> None:
     with Engine.from_pretrained(speaking, device="cpu", max_context=64) as engine:
-        for method in (engine.generate, engine.chat, engine.stream):
+        methods = (engine.generate, engine.chat, engine.stream)
+        for method in (*methods, engine.generate_all, engine.add_request):
             said = r"given as SamplingParams; write SamplingParams\(max_new_tokens=...\)"
             with pytest.raises(UnknownFieldError, match=said):
                 method("Hello", max_new_tokens=5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -19,7 +19,7 @@ from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.loading.start import Loaded
 from triforce_core.model.tokenizing.tokenizer import token_ids_of
-from triforce_core.params import SamplingParams, check_context, checked
+from triforce_core.params import SamplingParams, check_context, checked, params_of_each
 from triforce_core.requests.guiding import Guide, guide_of
 from triforce_core.requests.stats import (
     Clock,
@@ -30,7 +30,7 @@ from triforce_core.requests.stats import (
 )
 from triforce_core.requests.stream import Completion, Piece, TokenLogprob, pieces_of, until_stop
 from triforce_core.requests.text import TextStream
-from triforce_offload.errors import TriforceError
+from triforce_offload.errors import TriforceError, UsageError
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,26 @@ def asked_for(
     check_context(len(tokens), params.max_new_tokens, limit, whose)
     text = TextStream(tokenizer, params.stop, one_by_one=params.tells_logprobs)
     return Asked(tokens, params, text, guide_of(params, tokenizer, config), reuse)
+
+
+def all_asked_for(
+    loaded: Loaded, prompts: object, params: object, reuse: bool
+) -> Sequence[SamplingParams | None]:
+    """Validate several requests, and return the parameters of each.
+
+    prompts, params: see `Engine.generate_all`
+
+    Raises UsageError, which gives the index of an invalid one.
+    """
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Collection):
+        raise UsageError(f"prompts must be a list of prompts, got {type(prompts).__name__}")
+    each = params_of_each(params, len(prompts))
+    for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
+        try:
+            asked_for(loaded, prompt, own, reuse)
+        except UsageError as error:
+            raise UsageError(f"the request for prompts[{index}]: {error}") from error
+    return each
 
 
 class Request:
