@@ -271,11 +271,12 @@ class Engine:
         """Write the latest context to a file, whole or not at all: its tokens, their KV and the
         scores of its chunks. Return the number of tokens.
 
-        about: texts to save with it. Raises UsageError if there is no context, or OutputError.
+        about: texts to save with it. Raises UsageError if there is no context, DoesNotFitError if
+            the host lacks memory for the copies, or OutputError.
         """
-        digest = self._loaded.digest
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
-            return write(path, self.snapshot(), self.models.whole_kv, digest, about or {})
+            saved, digest = self.snapshot(), self._loaded.digest
+            return write(path, saved, self.models.whole_kv, digest, about or {})
 
     def load_context(self, path: str | Path) -> LoadedContext:
         """Load a context that `save_context` wrote. A prompt that begins with its tokens prefills
@@ -304,7 +305,7 @@ class Engine:
     def snapshot(self) -> Snapshot:
         """Return a snapshot of the latest context, valid until the next request.
 
-        Raises UsageError if there is no context.
+        Raises UsageError without a context, or DoesNotFitError if the host lacks memory.
         """
         self._check_free()
         return self._contexts.snapshot()

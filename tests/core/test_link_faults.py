@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 from helpers import BLOCK, PLACEMENTS, random_ids
@@ -256,3 +257,37 @@ def test_a_copy_of_a_pass_that_was_dropped_may_fail(tiny, monkeypatch) -> None:
             passes.end()
         sequence.close()
         assert engine.generate(PROMPT, GREEDY, reuse=False).token_ids == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "exaone4-windows", "qwen4_exp-moe"])
+def test_a_context_is_copied_only_if_the_host_has_memory_for_it(
+    tiny, tmp_path, monkeypatch, family: str
+) -> None:
+    """A file takes a layer's KV, and what windows, states and an index hold at the end of the text;
+    a copy takes all layers, and what they hold at all marks.
+    """
+    path, _ = tiny(family)
+    saved = tmp_path / "context"
+    with Engine.from_pretrained(path, device="cpu", max_context=200) as engine:
+        engine.generate(random_ids(90), SamplingParams(60, temperature=0))
+        tokens = len(engine.context_tokens)
+        shape, kept = engine.models.whole_kv, engine._contexts.latest.sequence.recent
+        layer = tokens * shape.token_bytes
+        to_save, to_copy = layer, shape.layers * layer
+        for each, store in zip(engine.models.whole_recent, kept, strict=True):
+            to_save += each.mark_bytes_at(tokens)
+            to_copy += sum(map(each.mark_bytes_at, store.saved_lengths))
+        for limit in (to_save - 1, to_save, to_copy - 1, to_copy):
+            monkeypatch.setattr(host, "available_host_bytes", lambda limit=limit: limit)
+            with refused(limit < to_save):
+                assert engine.save_context(saved) == tokens
+            assert saved.exists() == (limit >= to_save)
+            with refused(limit < to_copy):
+                assert len(engine.copy_context().tokens) == tokens
+            saved.unlink(missing_ok=True)
+
+
+def refused(is_refused: bool) -> AbstractContextManager[object]:
+    if not is_refused:
+        return nullcontext()
+    return pytest.raises(DoesNotFitError, match="a copy of the context in host memory needs")

@@ -82,24 +82,29 @@ class Contexts:
             context.close()
 
     def snapshot(self) -> Snapshot:
-        """Return a snapshot of the latest context. Raises UsageError if there is none."""
-        if self.latest is None:
-            raise UsageError("there is no context to save: nothing was read yet")
-        return snapshot_of(self.latest)
+        """Return a snapshot of the latest context. Its layers are copied one at a time, on demand.
+
+        Raises UsageError if there is none, DoesNotFitError if the host lacks memory, or RankError.
+        """
+        context = self._to_copy()
+        # Earlier marks are in host memory, but the first of several ranks gathers copies of them.
+        _check_copy(context, 1, all_marks=context.models.ranks.count > 1)
+        return snapshot_of(context)
 
     def copied(self) -> Snapshot:
         """Return a snapshot of the latest context that is a copy in host memory.
 
         Raises UsageError, DoesNotFitError if the host lacks memory, LinkError or RankError.
         """
-        if self.latest is not None:
-            models, sequence = self.latest.models, self.latest.sequence
-            shape = models.whole_kv
-            nbytes = self.latest.length * shape.token_bytes * shape.layers
-            for shape, store in zip(models.whole_recent, sequence.recent, strict=True):
-                nbytes += sum(map(shape.mark_bytes_at, store.saved_lengths))
-            check_available(nbytes, "a conversation's KV")
-        return self.snapshot().copied()
+        context = self._to_copy()
+        _check_copy(context, context.models.whole_kv.layers, all_marks=True)
+        return snapshot_of(context).copied()
+
+    def _to_copy(self) -> Context:
+        """Return the latest context. Raises UsageError if there is none."""
+        if self.latest is None:
+            raise UsageError("there is no context to save: nothing was read yet")
+        return self.latest
 
     def restore(self, saved: Snapshot, owner: str) -> None:
         """Create a context from an owner's snapshot.
@@ -119,3 +124,18 @@ class Contexts:
             self._all.pop().close()
         self._taken.clear()
         self._owners.clear()
+
+
+def _check_copy(context: Context, layers: int, *, all_marks: bool) -> None:
+    """Raise DoesNotFitError if the host lacks memory for a copy of a context.
+
+    layers: number of layers whose KV is in memory at once
+    all_marks: whether all marks of its recent stores are copied, or only those at its end (an index
+        of keys is such a mark)
+    """
+    models, shape = context.models, context.models.whole_kv
+    nbytes = context.length * shape.token_bytes * layers
+    for recent, store in zip(models.whole_recent, context.sequence.recent, strict=True):
+        lengths = store.saved_lengths if all_marks else [store.length]
+        nbytes += sum(map(recent.mark_bytes_at, lengths))
+    check_available(nbytes, "a copy of the context in host memory")

@@ -17,7 +17,9 @@ import pytest
 from command import heed_signals, least_memory, run
 from helpers import add_tokenizer, make_model
 
-from triforce_core.cli.chat.line import whole
+from triforce_core.cli.chat.line import Lines, whole
+from triforce_core.requests import pool
+from triforce_offload.errors import DoesNotFitError
 
 BASE = ("--temperature", "0", "-n", "12", "--device", "cpu", "-c", "400")
 COMMANDS = ("--commands",)
@@ -144,6 +146,20 @@ def test_mistakes_over_a_pipe_end_it_with_a_sentence(
     code, answers, err = talk(capsys, monkeypatch, speaking, line, "Hello")
     assert (code, answers) == (2, [])
     assert said in err
+
+
+def test_in_a_terminal_a_chat_goes_on_if_it_cannot_be_saved(
+    speaking, capsys, monkeypatch, tmp_path
+) -> None:
+    def refuse(size: int, what: str) -> None:
+        raise DoesNotFitError(what, size, 0, "wait")
+
+    monkeypatch.setattr(pool, "check_available", refuse)
+    terminal = {"terminal": True, "_session": None, "_modes": None}
+    monkeypatch.setattr(Lines, "__init__", lambda lines: vars(lines).update(terminal))
+    talked = talk(capsys, monkeypatch, speaking, "Hello", f"/save {tmp_path / 'file'}", "And you?")
+    assert (talked[0], len(talked[1])) == (0, 2)
+    assert "a copy of the context in host memory needs" in talked[2]
 
 
 def test_over_a_pipe_commands_are_text_unless_they_are_asked_for(

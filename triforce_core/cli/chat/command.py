@@ -30,7 +30,7 @@ from triforce_core.cli.terminal.signals import Stop, ending, exit_code
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.requests.answer.reasoning import variables
 from triforce_core.requests.stream import Completion, Piece, Stream
-from triforce_offload.errors import OutputError, UsageError
+from triforce_offload.errors import DoesNotFitError, OutputError, UsageError
 
 HELP = """\
 /file FILE       attach a text to what you say next
@@ -147,7 +147,7 @@ class Chat:
                 say("interrupted")
                 if not self._lines.terminal:
                     return INTERRUPTED
-            except (UsageError, OutputError) as error:
+            except (UsageError, OutputError, DoesNotFitError) as error:
                 say(f"triforce: {error}")
                 if not self._lines.terminal:
                     # Without a terminal, only the exit code can report the error.

@@ -136,7 +136,7 @@ class ChatSession:
     def save(self, path: str) -> int:
         """Save the conversation and its KV. Return its number of tokens.
 
-        Raises UsageError or OutputError.
+        Raises UsageError, OutputError, or DoesNotFitError if the host lacks memory.
         """
         known = self._after
         about = {
