@@ -23,6 +23,7 @@ from triforce_core.model.found.hub import cached
 from triforce_core.model.found.names import local
 from triforce_core.model.known.shapes import Shape, read_model, read_shape
 from triforce_core.model.parts.kept import kv_shape
+from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import matrices
 from triforce_core.plan.formats import SPLITS, element_type, splits_blocks
 from triforce_core.plan.plan import Plan
@@ -128,7 +129,7 @@ def _case(args: argparse.Namespace) -> Case:
         raise UsageError(f"--draft mtp: {args.model} has no MTP head that is known")
     if draft in (EAGLE3, DFLASH) and args.save:
         raise UsageError("--save needs the head that a run takes: give --draft its directory")
-    draft_config = _draft_config(draft, config)
+    draft_config, own_pieces = _drafter(draft, config)
     method = planned.method if planned else MethodSettings()
     names = ("draft_weights", "copy_bits", "draft_kv")
     asked = {name: getattr(args, name) for name in names}
@@ -146,7 +147,7 @@ def _case(args: argparse.Namespace) -> Case:
         draft=draft,
         draft_config=draft_config,
         pieces=None if _dequantises(weights, shape, dtype) else shape.pieces,
-        stored_head=shape.head_pieces,
+        stored_head=shape.head_pieces if draft == MTP else own_pieces,
         split=weights if weights in SPLITS else None,
         split_kv=kv == SPLIT,
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),
@@ -185,18 +186,18 @@ def _host_compute(args: argparse.Namespace) -> float | str:
     return EngineConfig().changed(host_compute=args.host_compute).host_compute
 
 
-def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
-    """Return the shape of the draft model or of the head, or None without one. Raises UsageError
-    or CheckpointError.
+def _drafter(draft: str | Path, config: ModelConfig) -> tuple[ModelConfig | None, Pieces | None]:
+    """Return the shape of the draft model or of the head, None without one, and the pieces of a
+    head's matrices if its files are there. Raises UsageError or CheckpointError.
     """
     if draft in (AUTO, NGRAM, NO_DRAFTER):
-        return None
+        return None, None
     if draft == MTP:
-        return mtp_config(config)
+        return mtp_config(config), None
     if draft == EAGLE3:
-        return typical_eagle3(config)
+        return typical_eagle3(config), None
     if draft == DFLASH:
-        return typical_dflash(config)
+        return typical_dflash(config), None
     path = local(draft) or cached(str(draft))
     if path is not None and (raw := head_at(path)) is not None:
         return planned_head(path, raw, config)
@@ -208,7 +209,7 @@ def _draft_config(draft: str | Path, config: ModelConfig) -> ModelConfig | None:
             f"--draft {draft} has {found.vocab} tokens in its vocabulary and the model "
             f"{config.vocab}: a draft model needs the same tokens"
         )
-    return found
+    return found, None
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, object]:

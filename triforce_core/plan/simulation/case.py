@@ -50,8 +50,8 @@ class Case:
     curve: acceptance rates
     draft, draft_config: what drafts, and the config of the draft model, None for n-grams
     pieces: pieces of the matrices if they are kept quantised, else None
-    stored_head: pieces of the matrices of the whole MTP head if its files are at hand; None if they
-        are taken to be quantised as the model's are
+    stored_head: pieces of the matrices of the whole head if its files are at hand; None if those of
+        an MTP head are taken to be quantised as the model's are
     split: SPLIT if all weights are split, SPLIT_EXPERTS if experts are, else None
     split_kv: whether KV is split
     auto: which of "weights" and "kv" may have another format if that is faster; "draft" if n-grams
@@ -109,14 +109,20 @@ class Case:
 
     @property
     def head_pieces(self) -> Pieces | None:
-        """Pieces of the first GPU's share of the MTP head, if it drafts and is quantised."""
+        """Pieces of what the first GPU has of a head, if one drafts and is quantised."""
         joins = self.draft_config and self.draft_config.joins
-        if self.pieces is None or not joins or not joins.divided:
+        if not joins:
             return None
-        if self.stored_head is None:
+        own = self.stored_head
+        if own is not None:
+            own = storable_pieces(own, self.dtype, self.device or self._device)
+        if not joins.divided:
+            return own
+        if self.pieces is None:
+            return None
+        if own is None:
             return planned_pieces(self.config, self.share.pieces(self.pieces))
-        device = self.device or self._device
-        return shared_pieces(storable_pieces(self.stored_head, self.dtype, device), self.share)
+        return shared_pieces(own, self.share)
 
     @cached_property
     def layouts(self) -> Layouts:

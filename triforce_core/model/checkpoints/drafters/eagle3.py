@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,18 +108,13 @@ def on_ranks(config: ModelConfig, count: int, vocab: int) -> ModelConfig:
     return _with_join(config, config.joins.on_ranks(count, vocab))
 
 
-def planned_eagle3(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
-    """Return the config of a head in a directory of which at least the config.json is there.
-
-    Without its files, it is taken to have an embedding of its own if it needs one, or if
-    speculators wrote it. Raises as `eagle3_config`.
+def planned_eagle3(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
+    """Return the config of a head of which only the config.json is there. It is taken to have an
+    embedding of its own if it needs one, or if speculators wrote it. Raises as `eagle3_config`.
     """
     layer = raw.get("transformer_layer_config", raw)
     wide = isinstance(layer, Mapping) and layer.get("hidden_size") == target.hidden
     embedded = None if wide and not _by_speculators(raw) else target.vocab
-    if any(path.glob("*.safetensors")):
-        with closing(SafetensorsSource(path)) as source:
-            embedded = _embedded(path, source)
     return eagle3_config(raw, target, embedded)
 
 

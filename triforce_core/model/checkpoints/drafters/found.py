@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, is_gguf
 from triforce_core.model.checkpoints.drafters.dflash import dflash_config, is_dflash
@@ -21,6 +21,7 @@ from triforce_core.model.checkpoints.drafters.eagle3 import (
 )
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import SOURCE
+from triforce_core.model.sharing.share import Pieces
 from triforce_offload.checkpoint.header import read_json
 
 
@@ -54,9 +55,30 @@ def open_head(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> Checkp
     return open_dflash(path, raw, target) if is_dflash(raw) else open_eagle3(path, target)
 
 
-def planned_head(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
-    """Return the config of a head of which at least the config.json is there.
+class PlannedHead(NamedTuple):
+    """What a plan needs to know of a head.
+
+    pieces: pieces of its matrices; None without its weights
+    """
+
+    config: ModelConfig
+    pieces: Pieces | None = None
+
+
+def planned_head(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> PlannedHead:
+    """Return a head of which at least the config.json is there.
 
     Raises as `open_head`.
     """
-    return dflash_config(raw, target) if is_dflash(raw) else planned_eagle3(path, raw, target)
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        of_dflash = is_dflash(raw)
+        return PlannedHead((dflash_config if of_dflash else planned_eagle3)(raw, target))
+    with closing(open_head(path, raw, target)) as head:
+        config, joins = head.config, head.config.joins
+        shapes = joins.ends(config.hidden, config.vocab)
+        for index, spec in enumerate(config.layers):
+            parts = spec.shapes(config.hidden)
+            shapes |= {f"layers.{index}.{part}": shape for part, shape in parts.items()}
+        # Read now, because the files are closed when they are used.
+        pieces = {name: head.pieces(name) for name, shape in shapes.items() if len(shape) == 2}
+        return PlannedHead(config, pieces.__getitem__)
