@@ -34,6 +34,7 @@ DRAFT_KV = (AUTO, EXACT, INT8)
 NGRAM, MTP, NO_DRAFTER = "ngram", "mtp", "none"
 # In `triforce plan` alone: an EAGLE-3 head, or a DFlash drafter, of the usual shape.
 EAGLE3, DFLASH = "eagle3", "dflash"
+
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
@@ -43,6 +44,13 @@ AUTO_DRAFT_TOKENS = FEW_ROWS - 1
 # The largest tree of a retrieval level that `auto` chooses. Twice as many tokens are expected to
 # add less than a tenth (`acceptance_curve.expected_tree`), and take twice the memory.
 AUTO_TREE_TOKENS = 127
+
+
+def of_usual_shape(draft: object) -> bool:
+    """Return whether `draft` names a head of the usual shape: "eagle3", "dflash", or "dflash:MIX"
+    with a quantisation mix.
+    """
+    return draft == EAGLE3 or str(draft).partition(":")[0] == DFLASH
 
 
 class UnknownFieldError(UsageError, TypeError):

@@ -233,6 +233,18 @@ REFUSED = {
         UnsupportedModelError,
         "attention_sink_bias True",
     ),
+    "speculators": (
+        Made(more={"speculators_model_type": "dflash"}),
+        {},
+        UnsupportedModelError,
+        "that speculators wrote",
+    ),
+    "places": (
+        Made(more={"sample_from_anchor": True}),
+        {},
+        UnsupportedModelError,
+        "sample_from_anchor True",
+    ),
     "kind": (Made(more={"model_type": "laguna"}), {}, UnsupportedModelError, "model_type 'laguna'"),
     "groups": (
         of_config(**PARTS | {"conv_kernel_size": 2, "conv_group_size": 7}),

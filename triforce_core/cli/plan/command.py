@@ -14,7 +14,7 @@ from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.plan.run_command import run_command
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import WARNING, say
-from triforce_core.model.checkpoints.drafters.dflash import typical_dflash
+from triforce_core.model.checkpoints.drafters.dflash import typical_dflash, typical_pieces
 from triforce_core.model.checkpoints.drafters.eagle3 import typical_eagle3
 from triforce_core.model.checkpoints.drafters.found import head_at, planned_head
 from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
@@ -41,7 +41,6 @@ from triforce_core.settings import (
     AUTO,
     DEFAULT_BUDGET,
     DENSE,
-    DFLASH,
     EAGLE3,
     MOST_DRAFT_TOKENS,
     MTP,
@@ -52,6 +51,7 @@ from triforce_core.settings import (
     STORED,
     EngineConfig,
     MethodSettings,
+    of_usual_shape,
 )
 from triforce_offload.errors import UsageError
 from triforce_offload.files import Output, check_outputs
@@ -127,7 +127,7 @@ def _case(args: argparse.Namespace) -> Case:
         draft = MTP
     if draft == MTP and not may_head:
         raise UsageError(f"--draft mtp: {args.model} has no MTP head that is known")
-    if draft in (EAGLE3, DFLASH) and args.save:
+    if of_usual_shape(draft) and args.save:
         raise UsageError("--save needs the head that a run takes: give --draft its directory")
     draft_config, own_pieces = _drafter(draft, config)
     method = planned.method if planned else MethodSettings()
@@ -196,8 +196,9 @@ def _drafter(draft: str | Path, config: ModelConfig) -> tuple[ModelConfig | None
         return mtp_config(config), None
     if draft == EAGLE3:
         return typical_eagle3(config), None
-    if draft == DFLASH:
-        return typical_dflash(config), None
+    if of_usual_shape(draft):
+        drafter, mix = typical_dflash(config), str(draft).partition(":")[2]
+        return drafter, typical_pieces(drafter, mix) if mix else None
     path = local(draft) or cached(str(draft))
     if path is not None and (raw := head_at(path)) is not None:
         return planned_head(path, raw, config)

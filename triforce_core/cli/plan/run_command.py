@@ -14,7 +14,7 @@ from triforce_core.model.known.mixes import OF_SAFETENSORS
 from triforce_core.params import SamplingParams
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
-from triforce_core.settings import AUTO, DFLASH, EAGLE3, MethodSettings
+from triforce_core.settings import AUTO, MethodSettings, of_usual_shape
 
 _INDENT = "    "
 
@@ -97,7 +97,7 @@ def _method_flags(method: MethodSettings, budget: int) -> dict[str, object]:
     if not method.drafts:
         return flags
     values = {
-        "--draft": "HEAD" if method.draft in (EAGLE3, DFLASH) else method.draft,
+        "--draft": "HEAD" if of_usual_shape(method.draft) else method.draft,
         "--draft-tokens": method.draft_tokens,
         "--inner-draft-tokens": method.inner_draft_tokens,
         "--draft-weights": method.draft_weights,

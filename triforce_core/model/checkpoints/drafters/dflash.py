@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,10 @@ from triforce_core.model.families.hf import SOURCE, from_hf
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.heads.joins import Convolutions, DFlash, Selector
+from triforce_core.model.known.mixes import pieces_of
 from triforce_core.model.layers import Attention, LayerSpec
+from triforce_core.model.sharing.share import Pieces
+from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Number of tokens that a drafter without windows attends to: longer contexts take memory, and make
@@ -26,6 +29,8 @@ _OF_LAYERS = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
 OF_QWEN3 = {"model_type": "qwen3", "architectures": None}
+# Learned weights of convolutions, which are no matrices.
+LEARNED = ("mixer_conv", "mlp_conv")
 # Of a typical drafter, that of DFlash 2 for Qwen3.8-27B: its layers, its heads, and the rows of a
 # block.
 _TYPICAL_LAYERS, _TYPICAL_ROWS = 5, 8
@@ -104,6 +109,25 @@ def typical_dflash(target: ModelConfig) -> ModelConfig:
     return ModelConfig("qwen3", *shape, 1e-6, target.positions, RopeConfig())
 
 
+def typical_pieces(config: ModelConfig, mix: str) -> Pieces:
+    """Return the pieces of each matrix of a typical drafter in a quantisation mix of GGUF files.
+
+    Raises UsageError.
+    """
+    ends = config.joins.ends(config.hidden, config.vocab)
+    of_layers = pieces_of(config, mix)
+    (_, usual), *_ = of_layers("layers.0.o")
+
+    def pieces(name: str) -> Sequence[tuple[int, BlockType | None]]:
+        if name in ends:
+            rows, columns = ends[name]
+            return [(rows, usual if usual and columns % usual.elements == 0 else None)]
+        found = of_layers(name)
+        return [(rows, None) for rows, _ in found] if name.endswith(LEARNED) else found
+
+    return pieces
+
+
 def _fields(raw: Mapping[str, Any]) -> Fields:
     """Return the fields of a config, those of its `dflash_config` among them."""
     inner = raw.get("dflash_config")
@@ -114,17 +138,20 @@ def _refuse_unknown(fields: Fields, target: ModelConfig) -> None:
     """Raise UnsupportedModelError for what changes the computation and is not known here."""
     if blocks(target.family, target.layers)[-1] > len(target.layers) or target.streams:
         raise UnsupportedModelError(f"DFlash drafters do not draft for {target.family} models")
+    if fields.get("speculators_model_type") is not None:
+        raise UnsupportedModelError("DFlash drafters that speculators wrote are not supported")
+    fields.only("model_type", "qwen3", "dflash")
+    fields.only("sample_from_anchor", False)
+    fields.only("use_aux_hidden_state", True)
+    fields.only("attention_sink_bias", False)
+    fields.only("add_swa_attention_sink_bias", False)
+    fields.only("is_neox_style", True)
     vocab = fields.get("draft_vocab_size")
     if vocab not in (None, fields.get("vocab_size")):
         raise UnsupportedModelError(
             f"{SOURCE}: a DFlash drafter with a vocabulary of its own ({vocab} tokens) is not "
             "supported"
         )
-    fields.only("model_type", "qwen3", "dflash")
-    fields.only("use_aux_hidden_state", True)
-    fields.only("attention_sink_bias", False)
-    fields.only("add_swa_attention_sink_bias", False)
-    fields.only("is_neox_style", True)
 
 
 def _tapped(fields: Fields, target: ModelConfig) -> tuple[int, ...]:

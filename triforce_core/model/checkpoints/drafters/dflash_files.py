@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint
-from triforce_core.model.checkpoints.drafters.dflash import OF_QWEN3, dflash_config
+from triforce_core.model.checkpoints.drafters.dflash import LEARNED, OF_QWEN3, dflash_config
 from triforce_core.model.checkpoints.naming.names import gguf_names, hf_names
 from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
@@ -30,7 +30,6 @@ _ENDS = {
     "after": ("candidate_selector.successor_codebook", "selector_successor.weight"),
     "gate": ("candidate_selector.hidden_projection.weight", "selector_hidden.weight"),
 }
-_LEARNED = ("mixer_conv", "mlp_conv")
 _CONVOLUTIONS = {
     "mixer_conv": ("attention_conv.base_kernel", "attn_conv_base"),
     "mixer_conv_from": ("attention_conv.kernel_projection.weight", "attn_conv_proj.weight"),
@@ -102,9 +101,9 @@ class DFlashCheckpoint(Checkpoint):
             yield from stored_shapes(self._names(name), shape)
 
     def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
-        """Checkpoint.pieces. The learned weights of convolutions are no matrices."""
+        """Checkpoint.pieces."""
         found = super().pieces(name)
-        return [(rows, None) for rows, _ in found] if name.endswith(_LEARNED) else found
+        return [(rows, None) for rows, _ in found] if name.endswith(LEARNED) else found
 
     def faults(self) -> Iterator[CheckpointError]:
         """Checkpoint.faults, and tensors that no DFlash drafter is known to have."""
