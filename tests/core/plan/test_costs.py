@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from triforce_core.decoding.distributions import limited
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.feed_forward import DenseMLP
+from triforce_core.model.heads.dflash import DFlashModel
+from triforce_core.model.heads.head import OwnTensors
+from triforce_core.model.heads.joins import Convolutions, DFlash, Selector
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.layers import Attention, LayerSpec
 from triforce_core.model.parts.specs import Streams
@@ -18,13 +25,19 @@ from triforce_core.model.transformer import Ends, Model
 from triforce_core.plan.simulation import costs as constants
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.launches import (
+    CONVOLUTION_LAUNCHES,
     FUSED,
+    KEYS_LAUNCHES,
+    PLACE_LAUNCHES,
     SMALL_KERNEL_SECONDS,
+    STATES_LAUNCHES,
     further_launches,
 )
 from triforce_core.plan.simulation.search import choose
 from triforce_kernels import layer
 from triforce_kernels.attention import streaming
+from triforce_kernels.attention.attention import PLAIN, Softmax
+from triforce_kernels.attention.dense import DenseKeys, attend_dense
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.dispatch import KERNELS, _load
 from triforce_kernels.layer import rope_into
@@ -56,6 +69,32 @@ class Cache8:
         return torch.mul(out, self.scale[1].unsqueeze(1), out=out).view(query.shape)
 
 
+@dataclass
+class Cache16:
+    """A cache in 16 bits, as `DenseKV` is."""
+
+    rows: torch.Tensor = field(default_factory=lambda: torch.zeros(2, 2, 16, 8).bfloat16())
+
+    def dense(self, index: int, batch: ForwardBatch) -> DenseKeys:
+        return DenseKeys(*self.rows, 0)
+
+    def attend(
+        self, index: int, qkv: torch.Tensor, batch: ForwardBatch, softmax: Softmax = PLAIN
+    ) -> torch.Tensor:
+        return attend_dense(self.dense(index, batch), qkv, batch.rotation, softmax, batch.visible)
+
+
+@dataclass
+class OneLayer:
+    """The weights of a model of one layer."""
+
+    views: Views
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Views]:
+        yield self.views
+
+
 class Launched(TorchDispatchMode):
     """Kernels of PyTorch's, by name: what makes no view and fills something."""
 
@@ -75,12 +114,13 @@ class Launched(TorchDispatchMode):
 KERNELS_OF = {"attend_cache": 2}
 
 
-@pytest.mark.usefixtures("recordable")
-@pytest.mark.parametrize("streams", [None, Streams(4, 8)])
-def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch, streams) -> None:
-    """Of a step of the retrieval model, its cache in 8 bits: products aside they are small."""
+PRODUCTS = ("mm", "linear", "addmm")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Counts what a GPU launches."""
     launched = Launched()
-    config = replace(TINY, layers=(replace(TINY.layers[0], streams=streams),))
 
     def counting(kernel: str, device: torch.device):
         def run(*values, **named):
@@ -97,6 +137,14 @@ def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch, stream
 
     for module in (layer, streaming, streams_kernels):
         monkeypatch.setattr(module, "implementation", counting)
+    return launched
+
+
+@pytest.mark.usefixtures("recordable")
+@pytest.mark.parametrize("streams", [None, Streams(4, 8)])
+def test_kernels_of_a_layer_are_as_many_as_the_code_launches(launched, streams) -> None:
+    """Of a step of the retrieval model, its cache in 8 bits: products aside they are small."""
+    config = replace(TINY, layers=(replace(TINY.layers[0], streams=streams),))
     shapes = config.layers[0].shapes(TINY.hidden).items()
     views = Views((name, torch.full(shape, 0.1)) for name, shape in shapes)
     batch = ForwardBatch.text(torch.zeros(TOKENS, dtype=torch.int64), 0, torch.device("cpu"))
@@ -107,13 +155,64 @@ def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch, stream
     hidden = torch.ones(TOKENS, config.width)
     with launched:
         model._layer(0, views, hidden, cache, batch)
-    products = [name for name in launched.names if name in ("mm", "linear", "addmm")]
+    products = [name for name in launched.names if name in PRODUCTS]
     small = FUSED.small_before + FUSED.small_after + 2  # scaling, and merging what attention gave
     assert len(products) == (10 if streams else 4)
     attention = launched.names.count("attend_cache") - 1
     further = sum(further_launches(config.layers[0], on_gpu=True)) - (len(products) - 4)
     assert len(launched.names) - len(products) - attention == small + further, launched.names
     assert FUSED.before + FUSED.after == FUSED.small_before + FUSED.small_after + 4
+
+
+def drafter_of_blocks(*, second: bool) -> tuple[DFlashModel, OneLayer]:
+    """A drafter of one layer, and its weights. second: whether it is one of DFlash 2"""
+    join = DFlash(
+        *((1,), TINY.hidden, 4, 0, 16, (False,)),
+        Convolutions(2, 4) if second else None,
+        Selector(3, 8) if second else None,
+    )
+    layer = LayerSpec(Attention(4, 2, 8, qk_norm=True), DenseMLP(48), joins=join)
+    config = replace(TINY, layers=(layer,), vocab=50)
+
+    def views(shapes: dict[str, tuple[int, ...]]) -> Views:
+        made = ((name, torch.full(shape, 0.1)) for name, shape in shapes.items())
+        return Views((name, each.bfloat16()) for name, each in made)
+
+    matrix, norm = torch.ones(50, TINY.hidden), torch.ones(TINY.hidden)
+    ends = Ends(matrix.bfloat16(), norm.bfloat16(), matrix.bfloat16())
+    target = Model(replace(TINY, vocab=50), ends, None, torch.device("cpu"))
+    own = OwnTensors(views(join.ends(TINY.hidden, 50)), None, None)
+    return DFlashModel(config, target, own), OneLayer(views(layer.shapes(TINY.hidden)))
+
+
+@pytest.mark.usefixtures("recordable")
+def test_kernels_of_a_drafter_of_blocks_are_as_many_as_the_code_launches(launched) -> None:
+    """Of the states of new tokens, of convolutions, and of a place behind a block."""
+
+    def count(run: Callable[[], object]) -> int:
+        launched.names = []
+        with launched:
+            run()
+        return len(launched.names)
+
+    batch = ForwardBatch.text(torch.zeros(4, dtype=torch.int64), 0, torch.device("cpu"))
+    cache, blocks = Cache16(), {}
+    for second in (False, True):
+        drafter, weights = drafter_of_blocks(second=second)
+        blocks[second] = count(partial(drafter.block, batch, weights, cache))
+    tapped = torch.ones(TOKENS, TINY.hidden).bfloat16()
+
+    def remember() -> None:
+        # The drafter makes the positions.
+        places = torch.arange(TOKENS) + 5
+        drafter.remember(places, drafter.states(tapped), weights, cache)
+
+    assert count(remember) == STATES_LAUNCHES + KEYS_LAUNCHES
+    # A selector adds the likeliest tokens, their vectors and a product, each of which is cast.
+    assert blocks[True] - blocks[False] == CONVOLUTION_LAUNCHES + 5
+    found = drafter.block(batch, weights, cache)
+    token = torch.tensor([1])
+    assert count(lambda: limited(drafter.after(found, 1, token))) == PLACE_LAUNCHES
 
 
 def test_a_recorded_step_counts_its_small_kernels_and_the_steps_of_a_law() -> None:

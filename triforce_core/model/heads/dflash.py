@@ -27,11 +27,13 @@ class Block(NamedTuple):
     logits: float32, [places, vocab], or of the candidates, [places, candidates]
     candidates: the likeliest tokens, [places, candidates] int64; None without a selector
     gates: factors of the vector of the token before, [places, rank]; None without a selector
+    vectors: of the candidates, [places, candidates, rank]; None without a selector
     """
 
     logits: torch.Tensor
     candidates: torch.Tensor | None = None
     gates: torch.Tensor | None = None
+    vectors: torch.Tensor | None = None
 
 
 class DFlashModel(Model):
@@ -100,12 +102,10 @@ class DFlashModel(Model):
         """
         if block.candidates is None:
             return block.logits[place].expand(len(tokens), -1).clone()
-        candidates, wide = block.candidates[place], torch.float32
-        gated = lookup(self._own["before"], tokens, wide) * block.gates[place].float()
-        pairs = gated @ lookup(self._own["after"], candidates, wide).T
+        gated = lookup(self._own["before"], tokens, torch.float32) * block.gates[place]
+        pairs = torch.addmm(block.logits[place], gated, block.vectors[place].T)
         logits = pairs.new_full((len(tokens), self._vocab), float("-inf"))
-        places = candidates.expand(len(tokens), -1)
-        return logits.scatter_(1, places, pairs.add_(block.logits[place]))
+        return logits.scatter_(1, block.candidates[place].expand(len(tokens), -1), pairs)
 
     def _run(
         self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
@@ -132,8 +132,10 @@ class DFlashModel(Model):
         logits = self.scores(normed)
         if (selector := self.join.selector) is None:
             return Block(logits)
-        best = logits.topk(selector.candidates)
-        return Block(best.values, best.indices, linear(normed, self._own["gate"]))
+        best, wide = logits.topk(selector.candidates), torch.float32
+        vectors = lookup(self._own["after"], best.indices.flatten(), wide)
+        vectors = vectors.unflatten(0, best.indices.shape)
+        return Block(*best, linear(normed, self._own["gate"]).to(wide), vectors)
 
 
 class _Around:
@@ -160,7 +162,7 @@ class _Around:
         grouped = x.unflatten(1, weights.shape[2:])
         out = weights[:, 0] * grouped
         for tap in range(1, weights.shape[1]):
-            out[tap:] += weights[tap:, tap] * grouped[:-tap]
+            out[tap:].add_(weights[tap:, tap] * grouped[:-tap])
         return out.flatten(1)
 
 

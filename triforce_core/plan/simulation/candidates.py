@@ -20,6 +20,7 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.simulation.launches import (
     CONVOLUTION_LAUNCHES,
+    KEYS_LAUNCHES,
     PLACE_LAUNCHES,
     STATES_LAUNCHES,
     prefill_flops,
@@ -351,7 +352,7 @@ def _drafter(case: Case, chosen: Plan, memory: MemoryPlan, rows: int = 1) -> _Dr
     block = costs.resident_forward(joins.block, joins.context, recorded=recorded)
     if joins.convolutions:
         block += len(config.layers) * costs.small(CONVOLUTION_LAUNCHES, recorded=recorded)
-    states = costs.piece(0, 0, STATES_LAUNCHES * len(config.layers))
+    states = costs.small(STATES_LAUNCHES + KEYS_LAUNCHES * len(config.layers))
     return _Drafter(costs.small(PLACE_LAUNCHES), block + states, joins.block - 1)
 
 

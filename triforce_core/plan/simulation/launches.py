@@ -86,8 +86,10 @@ SCORED_KEYS = 8
 # residual and its sums in float64).
 DISTRIBUTION_BYTES = 120.0
 # Launches of a drafter of blocks (`heads.dflash`): of convolutions in a layer; of the states of new
-# tokens in a layer; and from what a block predicts to the logits of one of its places.
-CONVOLUTION_LAUNCHES, STATES_LAUNCHES, PLACE_LAUNCHES = 20, 4, 10
+# tokens, and of their keys and values in a layer; and from what a block predicts to the logits of
+# one of its places.
+CONVOLUTION_LAUNCHES, PLACE_LAUNCHES = 16, 7
+STATES_LAUNCHES, KEYS_LAUNCHES = 15, 5
 # How often a norm reads or writes its row, a rotation its heads, and SwiGLU its row.
 NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
 # Launches of a round of `levels.speculate` outside its forward: the rule, one wait, and the copies
