@@ -20,7 +20,7 @@ from triforce_core.loading.load import load
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.parallel.message import packed, unpacked
 from triforce_core.parallel.serving import serve
-from triforce_core.settings import EngineConfig
+from triforce_core.parallel.start import opened_head
 from triforce_offload.errors import CheckpointError
 from triforce_offload.plan.placement import Placement
 from triforce_offload.ranks import Call, Silent
@@ -118,12 +118,13 @@ class _Follower(_Rank):
                 return self.answers.get(timeout=0.1)
         raise self.error
 
-    def run(self, path: Path, fingerprint: str, config: EngineConfig, context: int) -> None:
+    def run(self, call: Load) -> None:
         try:
-            with closing(open_checkpoint(path)) as checkpoint:
-                if checkpoint.fingerprint != fingerprint:
+            with closing(open_checkpoint(call.path)) as checkpoint:
+                if checkpoint.fingerprint != call.fingerprint:
                     raise CheckpointError("another model")
-                models = load(checkpoint, config, context, None, lambda *_: None, self)
+                drafter, settings = opened_head(call, checkpoint), (call.config, call.max_context)
+                models = load(checkpoint, *settings, drafter, lambda *_: None, self)
             try:
                 serve(models, lambda: self.hear(), self.answers.put)
             finally:
@@ -146,10 +147,8 @@ class ThreadLeader(_Rank):
     def tell(self, call: Call) -> None:
         self.calls.append(type(call))
         if isinstance(call, Load):
-            arguments = (call.path, call.fingerprint, call.config, call.max_context)
             self._threads = [
-                threading.Thread(target=it.run, args=arguments, daemon=True)
-                for it in self.followers
+                threading.Thread(target=it.run, args=(call,), daemon=True) for it in self.followers
             ]
             for thread in self._threads:
                 thread.start()

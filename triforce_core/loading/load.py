@@ -109,7 +109,7 @@ def _load(
     share, whole, with_head = _share(checkpoint, ranks), checkpoint, drafter
     if share is not None:
         checkpoint = checkpoint.shared(share)
-        if isinstance(drafter, MtpHead):
+        if drafter is not None and drafter.config.joins and drafter.config.joins.divided:
             drafter = drafter.shared(share)
     stored = checkpoint.stored_dtype
     dtype = TORCH_DTYPES[element_type(config.dtype, stored, gpu=device.type == "cuda")]
@@ -268,8 +268,6 @@ def _in_own_files(
         raise UsageError(f"--draft: {why}")
     if isinstance(head, Eagle3Checkpoint):
         return head.on_ranks(ranks.count, checkpoint)
-    if ranks.count > 1:
-        raise UsageError(f"--draft: a {head.config.joins.in_words} drafts on one GPU only")
     return head
 
 

@@ -130,7 +130,7 @@ def start(
         if plan is not None:
             device = device_name(open_device(config.machine.device))
             plan.check(model.name, checkpoint.config, device)
-        ranks = start_ranks(checkpoint, config, context)
+        ranks = start_ranks(checkpoint, config, context, drafter)
         try:
             models = load(checkpoint, config, context, drafter, progress, ranks)
         except BaseException:

@@ -179,7 +179,7 @@ def drafter_layouts(
     head = _dense(ends, dtype)
     if pieces is not None:
         stored = _as_stored(pieces, dtype)
-        if not joins.divided:
+        if joins.in_own_files:
             head = _layout(ends, dtype, stored)
         layers = tuple(
             _layout(spec.shapes(config.hidden), dtype, stored, f"layers.{index}.")

@@ -8,7 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from triforce_core.parallel.collectives import Collectives, is_own
 from triforce_core.parallel.message import DamagedMessageError, Failure, unpacked
 from triforce_core.parallel.pulse import Pulse
 from triforce_core.parallel.serving import serve
+from triforce_core.parallel.start import opened_head
 from triforce_core.parallel.wire import Gone, LostError, Wire, knock
 from triforce_core.parallel.world import (
     COMMANDS,
@@ -166,15 +167,16 @@ class Follower(Silent):
         return self._collectives.spread(tokens)
 
     def _load(self, call: Load) -> Models:
-        checkpoint = open_checkpoint(call.path)
-        try:
+        with ExitStack() as files:
+            checkpoint = files.enter_context(closing(open_checkpoint(call.path)))
             if checkpoint.fingerprint != call.fingerprint:
                 raise CheckpointError(f"{call.path} holds another model than it does for rank 0")
             # Only rank 0 samples, so followers load no draft model: they draft with the target's
-            # weights.
-            return load(checkpoint, call.config, call.max_context, None, lambda *_: None, self)
-        finally:
-            checkpoint.close()
+            # weights, and run their part of a drafter that ranks divide.
+            drafter = opened_head(call, checkpoint)
+            if drafter is not None:
+                files.callback(drafter.close)
+            return load(checkpoint, call.config, call.max_context, drafter, lambda *_: None, self)
 
 
 @contextmanager

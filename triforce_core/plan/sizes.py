@@ -117,7 +117,7 @@ class ModelSizes:
     @property
     def drafter_layouts(self) -> Layouts:
         """Layouts of the draft model."""
-        own_files = self.drafter.joins and not self.drafter.joins.divided
+        own_files = self.drafter.joins and self.drafter.joins.in_own_files
         pieces = self.head_pieces if self.weights.block_types or own_files else None
         return drafter_layouts(self.drafter, self.dtype, pieces)
 

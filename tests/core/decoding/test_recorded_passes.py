@@ -205,14 +205,14 @@ def test_recorded_blocks_compute_what_eager_ones_do(
     model = make_model("llama", tmp_path)
     made = dflash_files.RandomDrafter(model, tmp_path / "d", dflash_files.KINDS[kind])
     options = {"method": "speculative", "draft": str(made.directory), **draft}
-    run, blocks = BlockDrafter._run, []
+    run, blocks = BlockDrafter.run, []
 
     def noted(*given: object) -> object:
         block = run(*given)
         blocks[-1].append(block.logits.clone())
         return block
 
-    monkeypatch.setattr(BlockDrafter, "_run", noted)
+    monkeypatch.setattr(BlockDrafter, "run", noted)
     recorder, texts = ReplayRecorder(), []
     for how in (None, recorder):
         blocks.append([])

@@ -148,6 +148,7 @@ CONFIG = EngineConfig(trace=Path("/a b/\udcff"), max_context=300).changed(
         ),
         RunPass(Tokens(1, None), [PassRows(1, None, True, True, context=1, checksum=1)]),
         Load(Path("/models/a"), "sha256:0", CONFIG, 300),
+        Load(Path("/models/a"), "sha256:0", CONFIG, 300, Path("/models/d"), "sha256:1"),
     ],
     ids=str,
 )

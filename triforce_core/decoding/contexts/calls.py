@@ -18,12 +18,17 @@ from triforce_offload.ranks import Call, Ranks
 
 @dataclass(frozen=True)
 class Load(Call):
-    """Load a rank's share of the checkpoint at `path`, for contexts of `max_context` tokens."""
+    """Load a rank's share of the checkpoint at `path`, for contexts of `max_context` tokens.
+
+    drafter: the same path of a drafter that ranks divide, and its fingerprint; None without one
+    """
 
     path: Path
     fingerprint: str
     config: EngineConfig
     max_context: int
+    drafter: Path | None = None
+    drafter_fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class KeepDrafted(ContextCall):
 
 @dataclass(frozen=True)
 class RunHead(ContextCall):
-    """Run the head over some tokens. start, parents: see `HeadDrafter.run`"""
+    """Run the head over some tokens. start, parents: see `DrafterOfStates.run`"""
 
     computes = True
     tokens: torch.Tensor

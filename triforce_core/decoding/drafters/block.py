@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import limited
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
@@ -27,6 +28,9 @@ class BlockDrafter(DrafterOfStates):
     """A drafter on a text. It keeps the keys and values of the text's recent tokens, which come
     from the hidden states of the level above. One forward over a block, behind these, gives the
     distributions of all drafted tokens; with a selector they depend on the token before.
+
+    Ranks that share the model share the drafter. Each keeps the keys and values of its heads; the
+    first rank says when a block runs.
     """
 
     first = 0
@@ -37,10 +41,12 @@ class BlockDrafter(DrafterOfStates):
         weights: ResidentWeights,
         kv: DenseKV,
         trace: Tracer,
+        tell: Callable[[calls.ContextCall], None],
         release: Callable[[], None],
         recorder: Recorder | None = None,
     ) -> None:
         """kv: room for the recent tokens and a block
+        tell: sends a call to the other ranks
         release: returns the room for states to the budget
         recorder: None to run everything eagerly
         """
@@ -51,6 +57,7 @@ class BlockDrafter(DrafterOfStates):
         self._weights = weights
         self._kv = kv
         self._trace = trace
+        self._tell = tell
         self._release = release
         # Position of the first token whose keys the KV has.
         self._begin = 0
@@ -78,7 +85,8 @@ class BlockDrafter(DrafterOfStates):
     def note(self, start: int, tapped: torch.Tensor) -> None:
         """DrafterOfStates.note."""
         self.roll_back(start)
-        tapped = tapped[-self.window :]
+        further = max(0, len(tapped) - self.window)
+        start, tapped = start + further, tapped[further:]
         if start != self._end:
             # Tokens between these and the known ones are missing.
             self._begin, self._kv.end = start, 0
@@ -114,7 +122,9 @@ class BlockDrafter(DrafterOfStates):
         place.
         """
         if self._block is None:
-            self._block, self._places = self._run(tokens), 0
+            call = calls.RunHead(tokens, (self._kv.end,), None)
+            self._tell(call)
+            self._block, self._places = self.run(tokens, call.start, None), 0
         place, self._places = self._places, self._places + 1
         return limited(self._model.after(self._block, place, tokens))
 
@@ -145,17 +155,26 @@ class BlockDrafter(DrafterOfStates):
         kv.end -= dropped
         self._begin += dropped
 
-    def _run(self, last: torch.Tensor) -> Block:
-        """Run a block. last: the text's last token, [1]"""
-        tokens, count, size = torch.cat((last, self._masks)), self._rows, padded(self._rows)
-        start, rows = self._end, None
+    def run(
+        self,
+        tokens: torch.Tensor,
+        start: tuple[int, ...] | None,
+        parents: tuple[int, ...] | None,
+    ) -> Block:
+        """DrafterOfStates.run: a block behind the text's last token, [1].
+
+        start: number of the text's tokens that the KV has
+        """
+        (self._kv.end,) = start
+        tokens, count, size = torch.cat((tokens, self._masks)), self._rows, padded(self._rows)
+        first, rows = self._end, None
         if not all(self._model.join.causal):
-            positions = torch.arange(start, start + count)
+            positions = torch.arange(first, first + count)
             rows = TreeRows(positions, torch.ones(count, count, dtype=torch.bool))
         with self._trace.compute("DFlash", tokens=count):
             if self._recorded:
-                return self._recorded.run(size, tokens, start, rows, size)[0]
-            batch = ForwardBatch.text(tokens, start, self.device)
+                return self._recorded.run(size, tokens, first, rows, size)[0]
+            batch = ForwardBatch.text(tokens, first, self.device)
             if rows is not None:
                 seen = put(rows.visible, self.device, torch.bool)
                 batch = ForwardBatch(tokens, batch.positions, drafted=seen)

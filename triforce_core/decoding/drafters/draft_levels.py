@@ -93,7 +93,7 @@ class DraftLevels:
         return self.model.logits(tokens, self.retrieval.length, rows)
 
     def run_head(self, call: calls.RunHead) -> None:
-        """Run this rank's part of the head. See `HeadDrafter.run`."""
+        """Run this rank's part of the head. See `DrafterOfStates.run`."""
         self.drafter.run(call.tokens, call.start, call.parents)
 
     @property
@@ -241,8 +241,7 @@ def _of_states(
     weights = ResidentWeights(small.store)
     # Plans have memory for recordings of a head beside those of other forwards alone.
     recorder = models.recorder if models.budget or models.records_passes else None
-    if isinstance(model, DFlashModel):
-        return BlockDrafter(model, weights, kv, runtime.trace, release, recorder)
     # Ranks have parts of a head that they divide; other heads are on the first rank alone.
     tell = tell if small.joins.divided else calls.silent
-    return HeadDrafter(model, weights, kv, runtime.trace, tell, release, recorder)
+    kind = BlockDrafter if isinstance(model, DFlashModel) else HeadDrafter
+    return kind(model, weights, kv, runtime.trace, tell, release, recorder)

@@ -34,6 +34,15 @@ class DrafterOfStates(ModelDrafter, ABC):
         """
 
     @abstractmethod
+    def run(
+        self,
+        tokens: torch.Tensor,
+        start: tuple[int, ...] | None,
+        parents: tuple[int, ...] | None,
+    ) -> object:
+        """Run this rank's part of a forward, with what the first rank says about its tokens [n]."""
+
+    @abstractmethod
     def roll_back(self, tokens: int) -> None:
         """Drafter.roll_back."""
 

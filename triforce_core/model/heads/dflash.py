@@ -12,7 +12,7 @@ from triforce_core.model.heads.head import OwnTensors
 from triforce_core.model.heads.joins import Convolutions
 from triforce_core.model.mlps import mlp_alone
 from triforce_core.model.rope import Rope
-from triforce_core.model.transformer import Ends, Model
+from triforce_core.model.transformer import Model
 from triforce_kernels.attention.attention import PLAIN, Softmax
 from triforce_kernels.layer import rope_into
 from triforce_kernels.weights.linear import linear, lookup
@@ -22,7 +22,8 @@ from triforce_offload.weights.store import Weights
 
 
 class Block(NamedTuple):
-    """What a drafter predicts of each place of a block, the first of which is behind the text.
+    """What a drafter predicts of each place of a block, the first of which is behind the text. On
+    ranks but the first there are no logits.
 
     logits: float32, [places, vocab], or of the candidates, [places, candidates]
     candidates: the likeliest tokens, [places, candidates] int64; None without a selector
@@ -37,7 +38,8 @@ class Block(NamedTuple):
 
 
 class DFlashModel(Model):
-    """A drafter. Its rows of the text are states alone; those of a block are tokens.
+    """A drafter. Its rows of the text are states alone; those of a block are tokens. Ranks that
+    share the model share its layers.
 
     tapped: the layers of the model whose input it takes, see `Join.taps`
     """
@@ -47,9 +49,9 @@ class DFlashModel(Model):
         self.tapped = self.join.tapped
         self._own = own.tensors
         self._vocab = target.config.vocab
-        ends = Ends(target.ends.embedding, own.tensors["norm"], target.ends.head)
+        ends = replace(target.ends, norm=own.tensors["norm"])
         rope = Rope(config, target.device, None, config.trained_positions)
-        super().__init__(config, ends, rope, target.device)
+        super().__init__(config, ends, rope, target.device, target.ranks)
         self._alone = [mlp_alone(spec, self._norm, self._sums) for spec in config.layers]
         self._kind = config.rotation_of(config.layers[0].mixer)
 
@@ -120,7 +122,7 @@ class DFlashModel(Model):
         outer = around("mixer", x) if spec else None
         x = outer.before(x) if outer else x
         mixed = self._mixers[index](w, linear(x, w["qkv"], w.get("qkv_bias")), cache, batch)
-        mixed = linear(mixed, w["o"], w.get("o_bias"))
+        mixed = self._sums.sum(linear(mixed, w["o"], w.get("o_bias")))
         hidden += outer.after(mixed) if outer else mixed
         x = self._norm(hidden, w["post_norm"])
         outer = around("mlp", x) if spec else None
@@ -129,8 +131,8 @@ class DFlashModel(Model):
 
     def _predicted(self, normed: torch.Tensor) -> Block:
         """Return what a block predicts. normed: normed hidden states of its places"""
-        logits = self.scores(normed)
-        if (selector := self.join.selector) is None:
+        logits, selector = self.scores(normed), self.join.selector
+        if selector is None or self.ranks.index:
             return Block(logits)
         best, wide = logits.topk(selector.candidates), torch.float32
         vectors = lookup(self._own["after"], best.indices.flatten(), wide)

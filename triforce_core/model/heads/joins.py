@@ -26,14 +26,15 @@ class Join(ABC):
     name: its name as a level
     in_words: what messages call it
     owns_ends: whether the head has an output matrix of its own; otherwise it uses the model's
-    divided: whether ranks divide it as they divide the layers of the model; otherwise it is whole
-        on the first rank
+    divided: whether ranks divide it; otherwise it is whole on the first rank
+    in_own_files: whether it has files of its own
     """
 
     name: ClassVar[str]
     in_words: ClassVar[str]
     owns_ends: ClassVar[bool]
     divided: ClassVar[bool]
+    in_own_files: ClassVar[bool] = True
 
     @property
     def block(self) -> int:
@@ -100,6 +101,7 @@ class Mtp(Join):
 
     name = "mtp"
     in_words = "MTP head"
+    in_own_files = False
     owns_ends = False
     divided = True
 
@@ -252,7 +254,7 @@ class DFlash(Join):
     name = "dflash"
     in_words = "DFlash drafter"
     owns_ends = False
-    divided = False
+    divided = True
 
     @property
     def block(self) -> int:

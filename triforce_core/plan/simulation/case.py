@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from triforce_core.model.checkpoints.drafters.dflash import share_of
 from triforce_core.model.checkpoints.drafters.eagle3 import on_ranks
 from triforce_core.model.checkpoints.mtp import mtp_config, planned_pieces, shared_pieces
 from triforce_core.model.config import ModelConfig
@@ -97,12 +98,14 @@ class Case:
 
     @property
     def drafter(self) -> ModelConfig | None:
-        """Config of what the first GPU has of the draft model: all of it, or its share of an MTP
-        head.
+        """Config of what the first GPU has of the draft model: all of it, or its share of a head
+        that GPUs divide.
         """
         joins = self.draft_config and self.draft_config.joins
         if not joins:
             return self.draft_config
+        if joins.block:
+            return self._drafter_share.config
         if joins.divided:
             return mtp_config(self.rank)
         return on_ranks(self.draft_config, self.hardware.gpus, self.config.vocab)
@@ -116,6 +119,8 @@ class Case:
         own = self.stored_head
         if own is not None:
             own = storable_pieces(own, self.dtype, self.device or self._device)
+        if joins.block:
+            return own and self._drafter_share.pieces(own)
         if not joins.divided:
             return own
         if self.pieces is None:
@@ -123,6 +128,12 @@ class Case:
         if own is None:
             return planned_pieces(self.config, self.share.pieces(self.pieces))
         return shared_pieces(own, self.share)
+
+    @cached_property
+    def _drafter_share(self) -> Share:
+        """The first GPU's share of a drafter of blocks."""
+        pieces = self.stored_head or _dense_pieces
+        return share_of(self.draft_config, 0, self.hardware.gpus, pieces)
 
     @cached_property
     def layouts(self) -> Layouts:
@@ -285,9 +296,6 @@ class Case:
             split_weights(self.split, self.config, self.dtype, pieces=self.pieces)
         if self.split_kv and self.dtype.name != "bfloat16":
             raise UsageError(f"only bfloat16 can be split, and KV is in {self.dtype.name} here")
-        joins = self.draft_config and self.draft_config.joins
-        if joins and joins.block and self.hardware.gpus > 1:
-            raise UsageError(f"--draft: a {joins.in_words} drafts on one GPU only")
         positions = self.config.positions
         if self.context > positions:
             raise UsageError(
@@ -303,3 +311,8 @@ class Case:
                 f"new tokens must be 1 to {self.context - 1} in a context of {self.context}, got "
                 f"{self.new_tokens}"
             )
+
+
+def _dense_pieces(name: str) -> list[tuple[int, None]]:
+    """The pieces of matrices of which none is quantised."""
+    return []

@@ -14,7 +14,7 @@ from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.heads.joins import Convolutions, DFlash, Selector
 from triforce_core.model.known.mixes import pieces_of
 from triforce_core.model.layers import Attention, LayerSpec
-from triforce_core.model.sharing.share import Pieces
+from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -107,6 +107,14 @@ def typical_dflash(target: ModelConfig) -> ModelConfig:
     layer = LayerSpec(_TYPICAL_HEADS, DenseMLP(width), joins=join)
     shape = (layer,) * _TYPICAL_LAYERS, target.hidden, target.vocab
     return ModelConfig("qwen3", *shape, 1e-6, target.positions, RopeConfig())
+
+
+def share_of(config: ModelConfig, rank: int, ranks: int, pieces: Pieces) -> Share:
+    """Return a rank's share of a drafter, whose layers are divided as those of a model are.
+
+    pieces: of its matrices. Raises UsageError.
+    """
+    return Share.of(config, rank, ranks, mlp_unit(config, pieces))
 
 
 def typical_pieces(config: ModelConfig, mix: str) -> Pieces:

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint
-from triforce_core.model.checkpoints.drafters.dflash import LEARNED, OF_QWEN3, dflash_config
+from triforce_core.model.checkpoints.drafters.dflash import (
+    LEARNED,
+    OF_QWEN3,
+    dflash_config,
+    share_of,
+)
 from triforce_core.model.checkpoints.naming.names import gguf_names, hf_names
 from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import SOURCE, quantised
 from triforce_core.model.families.reading.windows import FULL, SLIDING
+from triforce_core.model.sharing.share import Share
 from triforce_offload.checkpoint.safetensors import SafetensorsSource
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -99,6 +105,10 @@ class DFlashCheckpoint(Checkpoint):
             shapes |= {f"layers.{index}.{part}": shape for part, shape in parts.items()}
         for name, shape in shapes.items():
             yield from stored_shapes(self._names(name), shape)
+
+    def shared(self, share: Share) -> DFlashCheckpoint:
+        """Return a view of a rank's share. share: of the model that it drafts for"""
+        return super().shared(share_of(self.config, share.rank, share.ranks, self.pieces))
 
     def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
         """Checkpoint.pieces."""
