@@ -76,10 +76,16 @@ def test_a_dflash_drafter_of_the_usual_shape(capsys, tmp_path) -> None:
     code, out, _ = run(capsys, "plan", *base, "--draft", "dflash")
     assert (code, "--draft HEAD" in command_of(out)) == (0, True)
     saved = ("--draft", "dflash", "--save", tmp_path / "p.json")
-    for more, said in ((saved, "--save needs the head"), ((), "drafts on one GPU only")):
-        given = more or ("--draft", "dflash", "--gpus", 2)
-        code, _, err = run(capsys, "plan", *base, *given)
-        assert (code, said in err) == (2, True), err
+    code, _, err = run(capsys, "plan", *base, *saved)
+    assert (code, "--save needs the head" in err) == (2, True), err
+    # Two GPUs share its layers, in a quantised file too.
+    for draft in ("dflash", "dflash:Q4_K_M"):
+        one, two = (
+            figures(capsys, *base, "--gpus", gpus, "--draft", draft)["memory"]["drafting_bytes"]
+            for gpus in (1, 2)
+        )
+        assert 0.5 * one < two < 0.8 * one
+    assert one < 0.5 * usual["memory"]["drafting_bytes"]
     code, _, err = run(capsys, "plan", "nemotron-3-nano-30b-a3b", *base[1:], "--draft", "dflash")
     assert (code, "do not draft for nemotron_h models" in err) == (4, True), err
 
