@@ -298,5 +298,7 @@ def test_damaged_files_are_refused_in_a_sentence(llama, tmp_path) -> None:
 
 def test_a_drafter_is_no_model_of_its_own(llama, tmp_path) -> None:
     made = RandomDrafter(llama[1], tmp_path / "drafter", Made())
-    with pytest.raises(UnsupportedModelError, match="a DFlash drafter is no model of its own"):
-        engine(made.directory)
+    file = made.write_gguf(tmp_path / "d.gguf", gguf.GGMLQuantizationType.Q8_0)
+    for path in (made.directory, file):
+        with pytest.raises(UnsupportedModelError, match="a DFlash drafter is no model of its own"):
+            engine(path)

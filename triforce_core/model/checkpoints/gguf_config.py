@@ -12,6 +12,7 @@ from triforce_core.model.checkpoints.naming.names import blocks
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS, Family
+from triforce_core.model.families.hf import refuse_drafters
 from triforce_core.model.families.reading.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.reading.ropes import check_rope
 from triforce_core.model.families.reading.windows import FULL, SLIDING, with_own_rope
@@ -81,6 +82,7 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     where = str(source.path)
     architecture = source.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
+        refuse_drafters(architecture, f"{where}: ")
         raise UnsupportedModelError(
             f"{where}: architecture {architecture!r} is not supported; docs/models.md lists those "
             "that are"

@@ -135,13 +135,21 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
     if not isinstance(name, str) and isinstance(kind, str) and kind in FAMILIES:
         return raw, FAMILIES[kind]
     named = name or kind
-    for drafts, what in (("eagle3", "an EAGLE-3 head"), ("dflash", "a DFlash drafter")):
-        if drafts in str(named).lower():
-            raise UnsupportedModelError(
-                f"{what} is no model of its own: it drafts for one (--draft)"
-            )
+    refuse_drafters(named)
     what = f"architecture {named!r} is" if named else "a config that names no architecture is"
     raise UnsupportedModelError(f"{what} not supported; docs/models.md lists those that are")
+
+
+def refuse_drafters(architecture: object, where: str = "") -> None:
+    """Raise UnsupportedModelError for the architecture of a head or a drafter.
+
+    where: with what the message begins
+    """
+    for drafts, what in (("eagle3", "an EAGLE-3 head"), ("dflash", "a DFlash drafter")):
+        if drafts in str(architecture).lower():
+            raise UnsupportedModelError(
+                f"{where}{what} is no model of its own: it drafts for one (--draft)"
+            )
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
