@@ -23,8 +23,17 @@ class Outcome:
 class World:
     """A level whose tokens are accepted with chances that its confidence tells in part."""
 
-    def __init__(self, verify: float, each: float, draft: float, sure: float, unsure: float):
-        self.verify, self.each, self.draft = verify, each, draft
+    def __init__(
+        self,
+        verify: float,
+        each: float,
+        draft: float,
+        sure: float,
+        unsure: float,
+        at_once: bool = False,
+    ):
+        """at_once: whether a draft takes `draft` seconds, and not each of its tokens"""
+        self.verify, self.each, self.draft, self.at_once = verify, each, draft, at_once
         self.chances = {0.99: sure, 0.6: unsure}
         self.coins = random.Random(0)
         self.seconds = self.tokens = 0.0
@@ -38,9 +47,8 @@ class World:
         while accepted < len(tokens) and self.coins.random() < self.chances[tokens[accepted]]:
             accepted += 1
         verify = self.verify + self.each * len(tokens)
-        outcome = Outcome(
-            len(tokens), accepted, self.draft * len(tokens), verify, tokens if confident else []
-        )
+        drafting = self.draft * (min(1, len(tokens)) if self.at_once else len(tokens))
+        outcome = Outcome(len(tokens), accepted, drafting, verify, tokens if confident else [])
         length.observe(outcome)
         self.seconds += outcome.draft_seconds + verify
         self.tokens += accepted + 1
@@ -70,6 +78,22 @@ def test_auto_is_near_the_best_fixed_length(world: str, confident: bool) -> None
         World(*WORLDS[world]).cost(Fixed(n), 4000) for n in (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
     )
     auto = World(*WORLDS[world]).cost(Auto(64, 0.9, 16, by_confidence=confident), 4000, confident)
+    assert auto < 1.05 * fixed
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        (20.0, 0.0, 6.0, 0.9, 0.7),
+        (10.0, 1.0, 6.0, 0.95, 0.8),
+        (10.0, 0.2, 3.0, 0.6, 0.3),
+        (2.0, 0.6, 4.0, 0.7, 0.4),
+    ],
+)
+def test_of_a_draft_that_is_predicted_at_once_no_token_is_counted(world: tuple) -> None:
+    """A learned length is near the best one, and no shorter draft seems cheaper."""
+    fixed = min(World(*world, at_once=True).cost(Fixed(n), 4000) for n in range(8))
+    auto = World(*world, at_once=True).cost(Auto(7, 0.6, 4, at_once=True), 4000)
     assert auto < 1.05 * fixed
 
 

@@ -74,6 +74,17 @@ def test_a_tree_is_made_where_it_was_measured_to_be_faster() -> None:
         assert 4 <= each[20:].count(not expected) <= 20
 
 
+def test_a_further_level_costs_nothing_if_all_are_predicted_at_once() -> None:
+    """Though drafts take five times as long as passes."""
+    fork, path = Branches((0, 1, 2, 0)), (0, 1, 2, 3)
+    for at_once in (False, True):
+        learned = Growth(12, 12, asked=False, at_once=at_once)
+        for _ in range(50):
+            outcome = Outcome(fork, path, (0.5,) * 4, 4, draft_seconds=5.0)
+            learned.observe(outcome, tree=True)
+        assert learned.is_worth_a_level([0.3]) == at_once
+
+
 def test_the_first_tree_is_no_larger_than_chains_say_is_worth_it() -> None:
     """Where rows cost nearly as much as passes, as where nothing streams."""
     free, dear = growth(64, asked=False), growth(64, asked=False)
