@@ -47,9 +47,10 @@ class Made:
     second: whether it is one of DFlash 2
     group: number of channels that share weights of a convolution
     convolved: number of rows that a convolution covers
-    best: number of candidates of a place
+    best: number of candidates of a position
     factors: of embeddings and of logits
     cap: of logits
+    biases: whether attention has biases
     more: further fields of its config
     """
 
@@ -72,6 +73,7 @@ class Made:
     wide: int = 80
     theta: float = 1e4
     mask: int = 96
+    biases: bool = False
     more: dict[str, object] = field(default_factory=dict)
 
 
@@ -81,6 +83,7 @@ KINDS = {
     "usual taps": Made(taps=None, rows=4, layers=1, kv_heads=1),
     "causal windows": Made(kinds=(SLIDING, SLIDING), window=512),
     "both kinds": Made(kinds=(SLIDING, FULL), window=512),
+    "biases": Made(biases=True),
     "second": Made(rows=8, second=True, kinds=(SLIDING, SLIDING), window=512, causal=False),
     "second, scaled": Made(
         rows=5, second=True, convolved=3, best=9, factors=(1.5, 0.75), cap=3.0, theta=5e5
@@ -121,6 +124,10 @@ class RandomDrafter:
             "mlp.up_proj.weight": (made.wide, hidden),
             "mlp.down_proj.weight": (hidden, made.wide),
         }
+        if made.biases:
+            layer |= {f"self_attn.{name}_proj.bias": (queries,) for name in "q"}
+            layer |= {f"self_attn.{name}_proj.bias": (keys,) for name in "kv"}
+            layer["self_attn.o_proj.bias"] = (hidden,)
         shapes = {
             "fc.weight": (hidden, len(self._taps) * hidden),
             "hidden_norm.weight": (hidden,),
@@ -174,6 +181,7 @@ class RandomDrafter:
         optional = {
             "layer_types": made.kinds and list(made.kinds),
             "is_causal": made.causal,
+            "attention_bias": made.biases or None,
             "sliding_window": made.window,
         }
         config |= {name: value for name, value in optional.items() if value is not None}
@@ -181,9 +189,16 @@ class RandomDrafter:
         (self.directory / "config.json").write_text(json.dumps(config | made.more))
         save_file(self.tensors, self.directory / "model.safetensors", metadata={"format": "pt"})
 
-    def write_gguf(self, path: Path, kind: gguf.GGMLQuantizationType) -> Path:
+    def write_gguf(
+        self,
+        path: Path,
+        kind: gguf.GGMLQuantizationType,
+        changed: dict[str, object] | None = None,
+    ) -> Path:
         """Write a GGUF file as llama.cpp's converter and quantiser do, with matrices in a type
         where their rows are long enough; from then on the drafter computes with its numbers.
+
+        changed: fields that the file has instead of the usual ones; None for those that it lacks
         """
         made, writer = self.made, gguf.GGUFWriter(path, "dflash")
         writer.add_embedding_length(self._hidden)
@@ -218,11 +233,27 @@ class RandomDrafter:
             else:
                 writer.add_tensor(_gguf_name(name), array)
             self.tensors[name] = torch.from_numpy(array.copy())
+        fields = writer.kv_data[0]
+        for name, value in (changed or {}).items():
+            fields.pop(f"dflash.{name}", None)
+            match value:
+                case list():
+                    writer.add_array(f"dflash.{name}", value)
+                case bool():
+                    writer.add_bool(f"dflash.{name}", value)
+                case float():
+                    writer.add_float32(f"dflash.{name}", value)
+                case str():
+                    writer.add_string(f"dflash.{name}", value)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
         return path
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        """Its numbers, for what writes quantised files."""
+        return self.tensors[name]
 
     @torch.no_grad()
     def logits(
@@ -240,7 +271,8 @@ class RandomDrafter:
         first = 0 if seen is None else max(0, len(states) - seen)
         states = states[first:]
         block = torch.tensor([tokens[-1], *[made.mask] * (made.rows - 1)])
-        hidden = self._model.model.embed_tokens.weight[block] * made.factors[0]
+        embedding = self._model.model.embed_tokens
+        hidden = embedding.weight[block] * made.factors[0] if made.second else embedding(block)
         places = torch.arange(first, len(tokens) - 1 + made.rows)
         for index in range(made.layers):
             layer = {
@@ -282,7 +314,7 @@ class RandomDrafter:
         x, behind = self._convolved(w, "attention_conv", x)
         both = torch.cat((states, x))
         q, k, v = (
-            (each @ w[f"self_attn.{name}_proj.weight"].T).view(len(each), -1, made.head_dim)
+            self._product(w, f"self_attn.{name}_proj", each).view(len(each), -1, made.head_dim)
             for name, each in (("q", x), ("k", both), ("v", both))
         )
         q = self._rotated(self._norm(q, w["self_attn.q_norm.weight"]), places[-rows:])
@@ -293,7 +325,7 @@ class RandomDrafter:
         mixed = F.scaled_dot_product_attention(
             *(each.transpose(0, 1) for each in (q, k, v)), attn_mask=visible, enable_gqa=True
         )
-        mixed = mixed.transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
+        mixed = self._product(w, "self_attn.o_proj", mixed.transpose(0, 1).flatten(1))
         hidden = hidden + behind(mixed)
         x = self._norm(hidden, w["post_attention_layernorm.weight"])
         x, behind = self._convolved(w, "mlp_conv", x)
@@ -317,6 +349,10 @@ class RandomDrafter:
             return out
 
         return side(x, 0), lambda y: side(y, 1)
+
+    @staticmethod
+    def _product(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
     @staticmethod
     def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,9 @@ class Drafting:
         if not self._models.budget:
             if not method.has_drafter:
                 return None
-            deepest, texts = min(deepest, self._longest_draft), needs.sequences
+            if self._block:
+                deepest = min(deepest, self._block - 1)
+            texts = needs.sequences
             return Growth(nodes, deepest, asked=asked, texts=texts, at_once=self._block > 0)
         pays = method.grows_trees and (asked or self._models.runtime.streams)
         if self._models.target.config.recurrent_layers or not pays:

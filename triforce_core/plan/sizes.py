@@ -352,6 +352,9 @@ class ModelSizes:
             total += distribution_bytes(self.drafter, 1)
             itemsize = self.dtype.itemsize
             forward = forward_bytes(self.drafter, _CATCH_UP, itemsize, self.max_context)
+            numbers = self.drafter_layouts.decoded_numbers
+            if numbers and not self.weights.decoded_numbers:
+                forward += decode_bytes(self.drafter, _CATCH_UP, numbers, itemsize)
             if joins := self.drafter.joins:
                 # The model's token of each token of the head.
                 total += 8 * self.drafter.vocab if joins.owns_ends else 0

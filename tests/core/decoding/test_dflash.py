@@ -5,7 +5,9 @@ rejected, and cost no token, however useless.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -13,8 +15,10 @@ import pytest
 import torch
 from dflash_files import KINDS, Made, RandomDrafter
 from float_bounds import assert_within
+from fp8_files import FP8_SIZES, quantise
 from head_walks import walk
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids, turns
+from integer_files import to_integers
 from oracle import assert_equal_but_for_ties, greedy
 from safetensors.torch import load_file, save_file
 
@@ -68,6 +72,42 @@ def test_a_drafter_computes_what_its_authors_publish(llama, tmp_path, kind: str)
                 batch = torch.tensor([token])
 
 
+@pytest.mark.parametrize("kind", ["first", "second, scaled"])
+def test_embeddings_of_gemma_are_scaled_as_the_authors_code_does(tmp_path, kind: str) -> None:
+    model = make_model("gemma3", tmp_path / "model")
+    made = RandomDrafter(model, tmp_path / "drafter", KINDS[kind])
+    with engine(tmp_path / "model", "kv", draft=made.directory, **DIRECT) as ours:
+        for drafter, text in walk(ours):
+            found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
+            assert_close(found, made.logits(text, []), 1e-3)
+
+
+@pytest.mark.parametrize("stored", [quantise, partial(to_integers, way="awq"), "gptq"])
+def test_quantised_safetensors_are_read(tmp_path, stored) -> None:
+    model = make_model("llama", tmp_path / "model", **FP8_SIZES)
+    wide = replace(KINDS["second"], heads=2, head_dim=64, wide=256, rank=128, group=8)
+    made = RandomDrafter(model, tmp_path / "drafter", wide)
+    if stored == "gptq":
+        to_integers(made.directory, made, "gptq")
+        file = made.directory / "model.safetensors"
+        held = load_file(file)
+        rows = {name: each.shape[1] for name, each in held.items() if name.endswith(".qweight")}
+        # Of zeros, as GPTQ writes beside every matrix.
+        biases = {f"{name[:-8]}.bias": torch.zeros(count) for name, count in rows.items()}
+        save_file(held | biases, file, metadata={"format": "pt"})
+    else:
+        stored(made.directory, made)
+    with engine(tmp_path / "model", "kv", draft=made.directory, **DIRECT) as ours:
+        for drafter, text in walk(ours):
+            found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
+            exact = made.logits(text, [])
+            known = (found > -MOST_LOGIT) & exact.isfinite()
+            # The last of the candidates may be others.
+            assert known.sum() >= made.made.best - 1
+            bound = 0.02 * float(exact[known].abs().max())
+            assert_within(found[known], exact[known], bound)
+
+
 @pytest.mark.parametrize("stored", ["Q8_0", "Q4_0", "F16"])
 @pytest.mark.parametrize("kind", ["first", "second"])
 def test_files_of_llama_cpp_are_read(llama, tmp_path, kind: str, stored: str) -> None:
@@ -93,6 +133,37 @@ def test_other_drafters_in_gguf_are_refused_in_a_sentence(llama, tmp_path) -> No
     made.tensors["markov_w1.weight"] = torch.ones(97, 32)
     file = made.write_gguf(tmp_path / "d.gguf", gguf.GGMLQuantizationType.Q8_0)
     with pytest.raises(UnsupportedModelError, match=r"markov_w1\.weight, which is not known"):
+        engine(path, draft=file, **DIRECT)
+
+
+DAMAGED = {
+    "target_layers must be a list of whole": ("target_layers", ["a", "b"]),
+    "dflash.block_size is missing": ("block_size", None),
+    "target_layers is missing": ("target_layers", None),
+    "attention.value_scale 0.5 is not supported": ("attention.value_scale", 0.5),
+    "sample_from_anchor True is not supported": ("sample_from_anchor", True),
+    "hidden_act 'gelu'": ("hidden_activation", "gelu"),
+    "head_count must be one number, got a list": ("attention.head_count", [4, 4]),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGED)
+def test_fields_of_gguf_are_refused_by_name(llama, tmp_path, message: str) -> None:
+    path, model = llama
+    made = RandomDrafter(model, tmp_path / "drafter", Made())
+    kind = gguf.GGMLQuantizationType.Q8_0
+    file = made.write_gguf(tmp_path / "d.gguf", kind, dict([DAMAGED[message]]))
+    with pytest.raises(CheckpointError, match=re.escape(message)) as refused:
+        engine(path, draft=file, **DIRECT)
+    assert str(file) in str(refused.value)
+
+
+def test_rope_factors_in_gguf_are_refused(llama, tmp_path) -> None:
+    path, model = llama
+    made = RandomDrafter(model, tmp_path / "drafter", Made())
+    made.tensors["rope_freqs.weight"] = torch.ones(8)
+    file = made.write_gguf(tmp_path / "d.gguf", gguf.GGMLQuantizationType.Q8_0)
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight, which is not known"):
         engine(path, draft=file, **DIRECT)
 
 
@@ -158,8 +229,23 @@ def test_text_is_that_of_transformers(
             prompt = random_ids(tokens, tokens)
             result = ours.generate(prompt, greedy(NEW))
             assert result.stats["levels"][0] == "dflash"
+            context = ours._contexts.latest
+            assert context.levels.drafter._kv.end == context.length
             theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
             assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, tokens:].tolist())
+
+
+def assert_follows(ours: Engine, made: RandomDrafter, kept: int | None = None) -> None:
+    """That the drafter has the states of the latest text, and predicts what follows it.
+
+    kept: number of the tokens that it has; None for all
+    """
+    context = ours._contexts.latest
+    text, drafter = [*context.text.tokens[: context.length], 5], context.levels.drafter
+    found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
+    seen = context.length if kept is None else kept
+    assert drafter._kv.end == seen
+    assert_close(found, made.logits(text, [], seen=seen))
 
 
 def test_several_sequences_each_have_their_own_states(llama, tmp_path) -> None:
@@ -170,6 +256,7 @@ def test_several_sequences_each_have_their_own_states(llama, tmp_path) -> None:
     options = {"draft": made.directory, **DIRECT}
     with engine(path, "kv", sequences=3, **options) as together:
         found = [each.token_ids for each in together.generate_all(prompts, params)]
+        assert_follows(together, made)
     with engine(path, "kv", method="autoregressive") as alone:
         assert found == [alone.generate(prompt, greedy(20)).token_ids for prompt in prompts]
 
@@ -185,6 +272,9 @@ def test_a_saved_context_goes_on(llama, tmp_path) -> None:
     with engine(path, draft=made.directory) as other:
         assert other.load_context(tmp_path / "saved").tokens == 80
         assert other.generate([*prompt, 9], params).token_ids == expected
+        # States are not saved: it has those of what was computed since.
+        context = other._contexts.latest
+        assert_follows(other, made, context.length - 80)
 
 
 def of_config(**fields: object) -> Made:
@@ -200,7 +290,31 @@ REFUSED = {
         UsageError,
         "for a retrieval level without trees",
     ),
-    "width": (Made(more={"hidden_size": 48}), {}, CheckpointError, "48 wide.*model is 64 wide"),
+    "width": (Made(more={"hidden_size": 48}), {}, CheckpointError, "48 wide, and the model 64"),
+    "model": (
+        Made(more={"num_target_layers": 36}),
+        {},
+        CheckpointError,
+        "num_target_layers is 36, and 3 for the model",
+    ),
+    "tokens": (
+        Made(more={"vocab_size": 5000}),
+        {},
+        CheckpointError,
+        "knows 5000 tokens, and the model 97",
+    ),
+    "candidates": (
+        of_config(**PARTS | {"selector_rank": 4, "selector_top_k": 98}),
+        {},
+        CheckpointError,
+        "selector_top_k 98 is more than the model's 97",
+    ),
+    "kinds": (
+        Made(more={"layer_types": ["chunked_attention"] * 2}),
+        {},
+        UnsupportedModelError,
+        "layer_types 'chunked_attention' is not supported",
+    ),
     "taps": (
         of_config(**PARTS | {"target_layer_ids": [0, 3]}),
         {},

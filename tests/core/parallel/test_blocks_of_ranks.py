@@ -34,7 +34,7 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["first", "second"])
+@pytest.mark.parametrize("kind", ["biases", "second"])
 @pytest.mark.parametrize("method", ON_RANKS)
 def test_the_drafter_of_ranks_drafts_what_that_of_one_does(
     tmp_path, leaders, drafted, kind: str, method: str, ranks: int

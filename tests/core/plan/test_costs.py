@@ -28,7 +28,7 @@ from triforce_core.plan.simulation.launches import (
     CONVOLUTION_LAUNCHES,
     FUSED,
     KEYS_LAUNCHES,
-    PLACE_LAUNCHES,
+    POSITION_LAUNCHES,
     SMALL_KERNEL_SECONDS,
     STATES_LAUNCHES,
     further_launches,
@@ -212,7 +212,7 @@ def test_kernels_of_a_drafter_of_blocks_are_as_many_as_the_code_launches(launche
     assert blocks[True] - blocks[False] == CONVOLUTION_LAUNCHES + 5
     found = drafter.block(batch, weights, cache)
     token = torch.tensor([1])
-    assert count(lambda: limited(drafter.after(found, 1, token))) == PLACE_LAUNCHES
+    assert count(lambda: limited(drafter.after(found, 1, token))) == POSITION_LAUNCHES
 
 
 def test_a_recorded_step_counts_its_small_kernels_and_the_steps_of_a_law() -> None:

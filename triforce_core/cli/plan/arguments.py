@@ -149,9 +149,9 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft",
         metavar="ngram|mtp|eagle3|dflash|none|MODEL",
-        help="drafter: MODEL is a small model, an EAGLE-3 head or a DFlash drafter; eagle3, dflash "
-        "and dflash:Q4_K_M are such of the usual shape (default: the MTP head of models that have "
-        "one, else n-grams)",
+        help="drafter: MODEL is a small model, an EAGLE-3 head or a DFlash drafter; eagle3 and "
+        "dflash plan one of the usual shape, dflash:Q4_K_M a quantised one (default: the MTP head "
+        "of models that have one, else n-grams)",
     )
     add("--budget", type=tokens, metavar="TOKENS", help="tokens in the retrieval cache")
     add("--draft-tokens", type=int, metavar="N", help="tokens drafted for each pass")

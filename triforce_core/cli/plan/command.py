@@ -14,7 +14,11 @@ from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.plan.run_command import run_command
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import WARNING, say
-from triforce_core.model.checkpoints.drafters.dflash import typical_dflash, typical_pieces
+from triforce_core.model.checkpoints.drafters.dflash import (
+    PADDING,
+    typical_dflash,
+    typical_pieces,
+)
 from triforce_core.model.checkpoints.drafters.eagle3 import typical_eagle3
 from triforce_core.model.checkpoints.drafters.found import head_at, planned_head
 from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
@@ -60,9 +64,6 @@ from triforce_offload.link.trace import write_spans
 from triforce_offload.machine.profiles import Hardware, named, with_link
 from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes, parse_flops
 from triforce_offload.weights.formats import DTYPES, Dtype
-
-# Models of one family pad their matrices to sizes that differ by no more than this.
-_PADDING = 512
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -197,15 +198,23 @@ def _drafter(draft: str | Path, config: ModelConfig) -> tuple[ModelConfig | None
     if draft == EAGLE3:
         return typical_eagle3(config), None
     if of_usual_shape(draft):
-        drafter, mix = typical_dflash(config), str(draft).partition(":")[2]
-        return drafter, typical_pieces(drafter, mix) if mix else None
+        drafter, (_, colon, mix) = typical_dflash(config), str(draft).partition(":")
+        return drafter, typical_pieces(drafter, mix) if colon else None
     path = local(draft) or cached(str(draft))
     if path is not None and (raw := head_at(path)) is not None:
         return planned_head(path, raw, config)
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
-    found = read_shape(draft)
-    if abs(found.vocab - config.vocab) > _PADDING:
+    try:
+        found = read_shape(draft)
+    except UsageError as error:
+        if str(draft).count("/") != 1:
+            raise
+        raise UsageError(
+            f"{error}. If it is a head on the hub, download it first; --draft dflash and --draft "
+            "eagle3 plan one of the usual shape"
+        ) from error
+    if abs(found.vocab - config.vocab) > PADDING:
         raise UsageError(
             f"--draft {draft} has {found.vocab} tokens in its vocabulary and the model "
             f"{config.vocab}: a draft model needs the same tokens"

@@ -63,9 +63,9 @@ class BlockDrafter(DrafterOfStates):
         self._begin = 0
         self._rows = model.join.rows
         self._masks = put([model.join.mask] * (self._rows - 1), model.device)
-        # What the last block predicts, and how many of its places were asked for.
+        # What the last block predicts, and how many of its positions were asked for.
         self._block: Block | None = None
-        self._places = 0
+        self._asked = 0
         self._recorded: RecordedForwards[Block] | None = None
         if recorder is not None and model.recordable:
             cache = FixedDense(kv, model.device)
@@ -119,14 +119,14 @@ class BlockDrafter(DrafterOfStates):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """ModelDrafter.forward: run a block behind the text's last token, or only look at its next
-        place.
+        position.
         """
         if self._block is None:
             call = calls.RunHead(tokens, (self._kv.end,), None)
             self._tell(call)
-            self._block, self._places = self.run(tokens, call.start, None), 0
-        place, self._places = self._places, self._places + 1
-        return limited(self._model.after(self._block, place, tokens))
+            self._block, self._asked = self.run(tokens, call.start, None), 0
+        position, self._asked = self._asked, self._asked + 1
+        return limited(self._model.after(self._block, position, tokens))
 
     def forward_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
         """ModelDrafter.forward_tree."""

@@ -15,7 +15,7 @@ from triforce_core.decoding.drafters.of_states import DrafterOfStates
 from triforce_core.decoding.recorded import Inputs, RecordedForwards, fits, padded
 from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.heads.head import After, Head
-from triforce_core.model.heads.joins import LONGEST_RECORDED
+from triforce_core.model.heads.joins import LONGEST_RECORDED_HEAD
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.graphs import Recorder
@@ -88,7 +88,7 @@ class HeadDrafter(DrafterOfStates):
         # Index of each row of a tree among the drafted rows.
         self._ran_rows: dict[int, int] = {}
         # Rows of the largest tree, with padding.
-        self._most_rows = self.most + LONGEST_RECORDED
+        self._most_rows = self.most + LONGEST_RECORDED_HEAD
         self._recorded: RecordedForwards[After] | None = None
         if recorder is not None and head.recordable:
             cache = FixedDense(kv, head.device)
@@ -229,7 +229,7 @@ class HeadDrafter(DrafterOfStates):
         tokens, positions, states, rows = pairs
         count = len(tokens)
         asked, size = slice(count - 1 if last else 0, count), padded(count)
-        room = size <= LONGEST_RECORDED and fits(self._kv, size, rows, self._most_rows)
+        room = size <= LONGEST_RECORDED_HEAD and fits(self._kv, size, rows, self._most_rows)
         if self._recorded and room:
             after, _ = self._recorded.run(size, tokens, positions, rows, self._most_rows, states)
             return After(after.state[asked].clone(), after.logits[asked])

@@ -22,13 +22,13 @@ from triforce_offload.weights.store import Weights
 
 
 class Block(NamedTuple):
-    """What a drafter predicts of each place of a block, the first of which is behind the text. On
-    ranks but the first there are no logits.
+    """Predictions for the positions of a block. The first position follows the text. On ranks but
+    the first there are no logits.
 
-    logits: float32, [places, vocab], or of the candidates, [places, candidates]
-    candidates: the likeliest tokens, [places, candidates] int64; None without a selector
-    gates: factors of the vector of the token before, [places, rank]; None without a selector
-    vectors: of the candidates, [places, candidates, rank]; None without a selector
+    logits: float32, [positions, vocab], or of the candidates, [positions, candidates]
+    candidates: the likeliest tokens, [positions, candidates] int64; None without a selector
+    gates: factors of the vector of the token before, [positions, rank]; None without a selector
+    vectors: of the candidates, [positions, candidates, rank]; None without a selector
     """
 
     logits: torch.Tensor
@@ -38,8 +38,8 @@ class Block(NamedTuple):
 
 
 class DFlashModel(Model):
-    """A drafter. Its rows of the text are states alone; those of a block are tokens. Ranks that
-    share the model share its layers.
+    """A drafter. Tokens of the text enter as hidden states of the model, tokens of a block as
+    embeddings. Ranks that share the model share its layers.
 
     tapped: the layers of the model whose input it takes, see `Join.taps`
     """
@@ -98,16 +98,16 @@ class DFlashModel(Model):
                 self._run(index, w, hidden, cache, causal if is_causal else both)
         return self._predicted(self.normed(hidden[1 : self.join.rows]))
 
-    def after(self, block: Block, place: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits of a place of a block, [tokens, vocab], after each of some tokens
-        [n] at the place before. Tokens that are no candidates have a logit of -inf.
+    def after(self, block: Block, position: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits for a position of a block, [n, vocab], one row for each token [n]
+        that may precede it. Tokens that are no candidates have a logit of -inf.
         """
         if block.candidates is None:
-            return block.logits[place].expand(len(tokens), -1).clone()
-        gated = lookup(self._own["before"], tokens, torch.float32) * block.gates[place]
-        pairs = torch.addmm(block.logits[place], gated, block.vectors[place].T)
+            return block.logits[position].expand(len(tokens), -1).clone()
+        gated = lookup(self._own["before"], tokens, torch.float32) * block.gates[position]
+        pairs = torch.addmm(block.logits[position], gated, block.vectors[position].T)
         logits = pairs.new_full((len(tokens), self._vocab), float("-inf"))
-        return logits.scatter_(1, block.candidates[place].expand(len(tokens), -1), pairs)
+        return logits.scatter_(1, block.candidates[position].expand(len(tokens), -1), pairs)
 
     def _run(
         self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
@@ -130,7 +130,7 @@ class DFlashModel(Model):
         hidden += outer.after(computed) if outer else computed
 
     def _predicted(self, normed: torch.Tensor) -> Block:
-        """Return what a block predicts. normed: normed hidden states of its places"""
+        """Return what a block predicts. normed: normed hidden states of its positions"""
         logits, selector = self.scores(normed), self.join.selector
         if selector is None or self.ranks.index:
             return Block(logits)

@@ -17,11 +17,11 @@ from triforce_core.model.parts.specs import Streams
 
 # Number of rows of the largest forward of a head that is recorded as a graph, unless it computes
 # blocks. It computes logits of all its rows.
-LONGEST_RECORDED = 8
+LONGEST_RECORDED_HEAD = 8
 
 
 class Join(ABC):
-    """A kind of head.
+    """A kind of head, or of drafter of several layers.
 
     name: its name as a level
     in_words: what messages call it
@@ -46,7 +46,7 @@ class Join(ABC):
         """Number of rows of its largest forward that is recorded as a graph: with padding, a block
         has up to twice its rows.
         """
-        return 2 * self.block or LONGEST_RECORDED
+        return 2 * self.block or LONGEST_RECORDED_HEAD
 
     @property
     def context(self) -> int | None:
@@ -215,10 +215,9 @@ class Convolutions:
 
 @dataclass(frozen=True)
 class Selector:
-    """How DFlash 2 joins the likeliest tokens of each place to a text: it scores each pair of
-    tokens that follow one another.
+    """The selector of DFlash 2: it adds a score for each pair of consecutive tokens.
 
-    candidates: number of tokens of a place
+    candidates: number of the likeliest tokens of a position that it scores
     rank: width of the vectors of tokens
     """
 

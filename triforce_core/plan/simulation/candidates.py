@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 
 from triforce_core.model.parts.kept import kv_shape
 from triforce_core.model.tensors import drafter_layouts
@@ -21,7 +22,7 @@ from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.simulation.launches import (
     CONVOLUTION_LAUNCHES,
     KEYS_LAUNCHES,
-    PLACE_LAUNCHES,
+    POSITION_LAUNCHES,
     STATES_LAUNCHES,
     prefill_flops,
 )
@@ -352,8 +353,13 @@ def _drafter(case: Case, chosen: Plan, memory: MemoryPlan, rows: int = 1) -> _Dr
     block = costs.resident_forward(joins.block, joins.context, recorded=recorded)
     if joins.convolutions:
         block += len(config.layers) * costs.small(CONVOLUTION_LAUNCHES, recorded=recorded)
-    states = costs.small(STATES_LAUNCHES + KEYS_LAUNCHES * len(config.layers))
-    return _Drafter(costs.small(PLACE_LAUNCHES), block + states, joins.block - 1)
+    # Keys and values of new tokens: their products read matrices once more.
+    of_states = [joins.ends(config.hidden, config.vocab)["fc"]]
+    of_states += [spec.shapes(config.hidden)["qkv"] for spec in config.layers]
+    read = case.dtype.itemsize * sum(prod(shape) for shape in of_states)
+    launches = STATES_LAUNCHES + KEYS_LAUNCHES * len(config.layers)
+    states = max(costs.piece(read, 0, launches), costs.small(launches))
+    return _Drafter(costs.small(POSITION_LAUNCHES), block + states, joins.block - 1)
 
 
 def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:

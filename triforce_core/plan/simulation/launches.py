@@ -87,8 +87,8 @@ SCORED_KEYS = 8
 DISTRIBUTION_BYTES = 120.0
 # Launches of a drafter of blocks (`heads.dflash`): of convolutions in a layer; of the states of new
 # tokens, and of their keys and values in a layer; and from what a block predicts to the logits of
-# one of its places.
-CONVOLUTION_LAUNCHES, PLACE_LAUNCHES = 16, 7
+# one of its positions.
+CONVOLUTION_LAUNCHES, POSITION_LAUNCHES = 16, 7
 STATES_LAUNCHES, KEYS_LAUNCHES = 15, 5
 # How often a norm reads or writes its row, a rotation its heads, and SwiGLU its row.
 NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5

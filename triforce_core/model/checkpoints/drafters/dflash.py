@@ -9,7 +9,8 @@ from typing import Any
 from triforce_core.model.checkpoints.naming.names import blocks
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.hf import SOURCE, from_hf
-from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.fields import Fields, layer_count
+from triforce_core.model.families.reading.windows import FULL, SLIDING
 from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.heads.joins import Convolutions, DFlash, Selector
 from triforce_core.model.known.mixes import pieces_of
@@ -18,10 +19,9 @@ from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
-# Number of tokens that a drafter without windows attends to: longer contexts take memory, and make
-# drafts worse (z-lab/dflash, issue 66).
+# Number of tokens that a drafter without windows attends to: longer contexts take memory, and lower
+# acceptance (z-lab/dflash, issue 66).
 _CONTEXT = 2048
-_SLIDING = "sliding_attention"
 # Fields of a layer of Qwen3, as which all layers are computed.
 _OF_LAYERS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
@@ -29,6 +29,8 @@ _OF_LAYERS = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
 OF_QWEN3 = {"model_type": "qwen3", "architectures": None}
+# By how many tokens vocabularies differ that models pad to different sizes.
+PADDING = 512
 # Learned weights of convolutions, which are no matrices.
 LEARNED = ("mixer_conv", "mlp_conv")
 # Of a typical drafter, that of DFlash 2 for Qwen3.8-27B: its layers, its heads, and the rows of a
@@ -53,18 +55,15 @@ def dflash_config(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
     """
     fields = _fields(raw)
     _refuse_unknown(fields, target)
-    taps = _tapped(fields, target)
-    layers = fields.whole("num_hidden_layers")
+    layers = layer_count(fields, "num_hidden_layers")
+    taps = _tapped(fields, layers, target)
     kept = {name: raw[name] for name in _OF_LAYERS if raw.get(name) is not None}
     of_model = {"vocab_size": target.vocab, "tie_word_embeddings": False}
     config = from_hf({**kept, **OF_QWEN3, **of_model, "num_hidden_layers": layers}, {})
-    width = fields.whole("target_hidden_size", target.hidden)
-    if config.hidden != target.hidden or width != target.hidden:
-        raise CheckpointError(
-            f"{SOURCE}: the drafter is {config.hidden} wide, for a model of {width}, and this "
-            f"model is {target.hidden} wide"
-        )
+    _check_target(fields, config, target)
     kinds = fields.of_layers("layer_types", layers, [None] * layers)
+    if other := sorted({str(each) for each in kinds} - {SLIDING, FULL, "None"}):
+        raise UnsupportedModelError(f"{SOURCE}: layer_types {other[0]!r} is not supported")
     join = DFlash(
         taps,
         target.hidden,
@@ -73,21 +72,45 @@ def dflash_config(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:
         _context(fields, kinds),
         tuple(_causal(fields, kind) for kind in kinds),
         _convolutions(fields, config.hidden),
-        _selector(fields),
+        _selector(fields, target),
     )
     cap = fields.get("final_logit_softcapping")
     return replace(
         config,
         layers=tuple(replace(spec, joins=join) for spec in config.layers),
-        embedding_scale=fields.real("input_embedding_scale", 1.0),
+        embedding_scale=_embedding_scale(fields, join, target),
         logit_scale=fields.real("output_multiplier", fields.real("logit_scale", 1.0)),
         logit_cap=fields.real("final_logit_softcapping") if cap else None,
     )
 
 
+def _check_target(fields: Fields, config: ModelConfig, target: ModelConfig) -> None:
+    """Raise CheckpointError if the drafter is for another model."""
+    if config.hidden != target.hidden:
+        raise CheckpointError(
+            f"{SOURCE}: the drafter is {config.hidden} wide, and the model {target.hidden}"
+        )
+    said = {
+        "target_hidden_size": target.hidden,
+        "num_target_layers": len(target.layers),
+    }
+    for name, ours in said.items():
+        # Some files have 0 or null where they say nothing.
+        if fields.get(name) and (theirs := fields.whole(name)) != ours:
+            raise CheckpointError(
+                f"{SOURCE}: {name} is {theirs}, and {ours} for the model: the drafter was made for "
+                "another one"
+            )
+    tokens = fields.whole("vocab_size", target.vocab)
+    if abs(tokens - target.vocab) > PADDING:
+        raise CheckpointError(
+            f"{SOURCE}: the drafter knows {tokens} tokens, and the model {target.vocab}"
+        )
+
+
 def typical_dflash(target: ModelConfig) -> ModelConfig:
-    """Return the config of a drafter of DFlash 2 as those that are published: five layers with an
-    MLP as wide as a dense model's own, or 3 times as wide as its states, and drafts of 7 tokens.
+    """Return the config of a DFlash 2 drafter of the published shape: five layers with an MLP as
+    wide as a dense model's own, or 3 times as wide as its states, and drafts of 7 tokens.
 
     Raises UnsupportedModelError for a model for which there can be none.
     """
@@ -153,6 +176,7 @@ def _refuse_unknown(fields: Fields, target: ModelConfig) -> None:
     fields.only("use_aux_hidden_state", True)
     fields.only("attention_sink_bias", False)
     fields.only("add_swa_attention_sink_bias", False)
+    fields.only("attention_value_scale", 1, 1.0)
     fields.only("is_neox_style", True)
     vocab = fields.get("draft_vocab_size")
     if vocab not in (None, fields.get("vocab_size")):
@@ -162,11 +186,11 @@ def _refuse_unknown(fields: Fields, target: ModelConfig) -> None:
         )
 
 
-def _tapped(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
+def _tapped(fields: Fields, layers: int, target: ModelConfig) -> tuple[int, ...]:
     """Return the layers whose input the drafter takes. Its files name those whose output it is."""
     found, count = fields.get("target_layer_ids"), len(target.layers)
     if found is None:
-        found = _usual_taps(count, fields.whole("num_hidden_layers"))
+        found = _usual_taps(count, layers)
     known = isinstance(found, list) and found
     if not known or not all(type(each) is int and 0 <= each < count for each in found):
         raise CheckpointError(
@@ -195,22 +219,30 @@ def _mask(fields: Fields, target: ModelConfig) -> int:
 
 
 def _causal(fields: Fields, kind: str | None) -> bool:
-    """Return whether a row of a layer sees only the rows before it (vLLM's `qwen3_dflash`): what a
-    config says, else whether the layer is named as one with a window.
+    """Return whether a row of a layer sees only the rows before it. The config decides; without a
+    field, layers with a window are causal (vLLM's `qwen3_dflash`).
     """
     for name in ("is_causal", "causal"):
         if fields.get(name) is not None:
             return fields.flag(name, False)
-    return kind == _SLIDING
+    return kind == SLIDING
 
 
 def _context(fields: Fields, kinds: list[str | None]) -> int:
     """Return the number of tokens that all layers attend to."""
-    slides = _SLIDING in kinds or fields.flag("use_swa", False)
+    slides = SLIDING in kinds or fields.flag("use_swa", False)
     window = fields.get("swa_window_size") or fields.get("sliding_window")
     if not slides:
         return _CONTEXT
     return min(_CONTEXT, Fields({"sliding_window": window}, SOURCE).whole("sliding_window"))
+
+
+def _embedding_scale(fields: Fields, join: DFlash, target: ModelConfig) -> float:
+    """Return the factor of embeddings: what the config says, else that of the model, as the
+    authors' code embeds tokens. DFlash 2 takes the numbers of the embedding as they are.
+    """
+    usual = 1.0 if join.selector else target.embedding_scale
+    return fields.real("input_embedding_scale", usual)
 
 
 def _convolutions(fields: Fields, hidden: int) -> Convolutions | None:
@@ -224,7 +256,13 @@ def _convolutions(fields: Fields, hidden: int) -> Convolutions | None:
     return found
 
 
-def _selector(fields: Fields) -> Selector | None:
+def _selector(fields: Fields, target: ModelConfig) -> Selector | None:
     if not fields.get("selector_rank"):
         return None
-    return Selector(fields.whole("selector_top_k"), fields.whole("selector_rank"))
+    found = Selector(fields.whole("selector_top_k"), fields.whole("selector_rank"))
+    if found.candidates > target.vocab:
+        raise CheckpointError(
+            f"{SOURCE}: selector_top_k {found.candidates} is more than the model's {target.vocab} "
+            "tokens"
+        )
+    return found

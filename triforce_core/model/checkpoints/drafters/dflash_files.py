@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from triforce_core.model.checkpoints.beside import UNUSED
 from triforce_core.model.checkpoints.checkpoint import Checkpoint
 from triforce_core.model.checkpoints.drafters.dflash import (
     LEARNED,
@@ -42,7 +43,6 @@ _CONVOLUTIONS = {
     "mlp_conv": ("mlp_conv.base_kernel", "ffn_conv_base"),
     "mlp_conv_from": ("mlp_conv.kernel_projection.weight", "ffn_conv_proj.weight"),
 }
-_BUFFERS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 # Fields of a config.json, and what GGUF calls them.
 _FIELDS = {
     "hidden_size": "embedding_length",
@@ -56,42 +56,73 @@ _FIELDS = {
     "max_position_embeddings": "context_length",
     "sliding_window": "attention.sliding_window",
     "output_multiplier": "logit_scale",
+    "input_embedding_scale": "embedding_scale",
+    "hidden_act": "hidden_activation",
     **{
         name: name
         for name in (
-            *("block_size", "conv_kernel_size", "conv_group_size"),
+            *("block_size", "conv_kernel_size", "conv_group_size", "sample_from_anchor"),
             *("selector_rank", "selector_top_k", "final_logit_softcapping"),
         )
     },
 }
+# Without these there is no drafter; others have defaults.
+_NEEDED = (
+    *("embedding_length", "feed_forward_length", "block_count", "attention.head_count"),
+    *("attention.head_count_kv", "block_size", "target_layers"),
+)
+# Fields that no drafter is known to have, and that would change what it computes.
+_UNKNOWN = ("rope.scaling.type", "attention.scale", "attention.value_scale")
 
 
 def fields_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json that a GGUF file's metadata have.
 
-    Raises UnsupportedModelError.
+    Raises CheckpointError or UnsupportedModelError, which name the field as the file does.
     """
     own = {
         name.removeprefix(f"{ARCHITECTURE}."): value
         for name, value in metadata.items()
         if name.startswith(f"{ARCHITECTURE}.")
     }
-    if own.get("rope.scaling.type") not in (None, "none"):
-        raise UnsupportedModelError(
-            f"rope.scaling.type {own['rope.scaling.type']!r} of a DFlash drafter is not supported"
-        )
-    slides = list(getattr(own.get("attention.sliding_window_pattern"), "values", []))
-    taps = getattr(own.get("target_layers"), "values", [])
+    for name in _NEEDED:
+        if name not in own:
+            raise CheckpointError(f"{ARCHITECTURE}.{name} is missing")
+    for name in _UNKNOWN:
+        if own.get(name) not in (None, "none", 1.0):
+            raise UnsupportedModelError(
+                f"{ARCHITECTURE}.{name} {own[name]!r} is not supported for a DFlash drafter"
+            )
+    slides = _whole_numbers(own, "attention.sliding_window_pattern")
+    taps = _whole_numbers(own, "target_layers")
+    for name in _FIELDS.values():
+        if hasattr(own.get(name), "values"):
+            raise CheckpointError(f"{ARCHITECTURE}.{name} must be one number, got a list")
     fields = {
         "architectures": ["DFlashDraftModel"],
         **{name: own.get(theirs) for name, theirs in _FIELDS.items()},
         "mask_token_id": metadata.get("tokenizer.ggml.mask_token_id"),
         # GGUF files name the layers whose input it is.
-        "target_layer_ids": [int(each) - 1 for each in taps],
+        "target_layer_ids": [each - 1 for each in taps],
         "is_causal": own.get("attention.causal", False),
         "layer_types": [SLIDING if each else FULL for each in slides] or None,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _whole_numbers(own: Mapping[str, Any], name: str) -> list[int]:
+    """Return a list of whole numbers or of truth values, empty without the field.
+
+    Raises CheckpointError.
+    """
+    if name not in own:
+        return []
+    # None if it is no list, or a list of lists.
+    values = getattr(own[name], "values", None)
+    numbers = [None] if values is None else getattr(values, "tolist", lambda: list(values))()
+    if not all(isinstance(each, int) for each in numbers):
+        raise CheckpointError(f"{ARCHITECTURE}.{name} must be a list of whole numbers")
+    return numbers
 
 
 class DFlashCheckpoint(Checkpoint):
@@ -120,7 +151,11 @@ class DFlashCheckpoint(Checkpoint):
         yield from super().faults()
         known = dict(self._expected()).keys()
         further = self._source.names() - known
-        others = sorted(name for name in further if not name.endswith(_BUFFERS))
+        others = sorted(
+            name
+            for name in further
+            if not name.endswith(UNUSED) and not self._source.without_effect(name)
+        )
         if others:
             yield UnsupportedModelError(
                 f"{self.path} holds {others[0]}, which is not known of DFlash drafters"

@@ -23,13 +23,14 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import SOURCE
 from triforce_core.model.sharing.share import Pieces
 from triforce_offload.checkpoint.header import read_json
+from triforce_offload.errors import CheckpointError
 
 
 def head_at(path: Path) -> dict[str, Any] | None:
-    """Return the parsed config.json of the directory of a head, or such fields of its GGUF file;
-    None if it is none.
+    """Return the parsed config.json of the directory of a head, or the equivalent fields of a GGUF
+    file. Return None for other models.
 
-    Raises CheckpointError.
+    Raises CheckpointError or UnsupportedModelError.
     """
     if path.is_dir():
         file = path / SOURCE
@@ -40,8 +41,12 @@ def head_at(path: Path) -> dict[str, Any] | None:
     from triforce_offload.checkpoint.gguf import GGUFSource
 
     with closing(GGUFSource(path)) as source:
-        of_dflash = source.metadata.get("general.architecture") == ARCHITECTURE
-        return fields_of_gguf(source.metadata) if of_dflash else None
+        if source.metadata.get("general.architecture") != ARCHITECTURE:
+            return None
+        try:
+            return fields_of_gguf(source.metadata)
+        except CheckpointError as error:
+            raise type(error)(f"{path}: {error}") from error
 
 
 def open_head(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> Checkpoint:
