@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -189,6 +190,30 @@ def test_accounted_bytes_cover_what_joining_quants_takes(
     peak, accounted = plain_peaks(tmp_path / "m.gguf", 160, **options)
     # Without kernels FP8, for which the estimate is made, takes more.
     assert peak <= accounted <= 4 * peak
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, None])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accounted_bytes_cover_what_decoding_a_drafter_takes(
+    tmp_path, two_threads, monkeypatch, kernels: str | None, dtype: str
+) -> None:
+    """Of blocks, beside a model that is not quantised."""
+    if kernels:
+        monkeypatch.setattr(dispatch, "_forced", kernels)
+    model = make_model("llama", tmp_path / "model", hidden_size=512)
+    wide = replace(dflash_files.KINDS["second"], wide=4096, rank=64)
+    made = dflash_files.RandomDrafter(model, tmp_path / "drafter", wide)
+    file = made.write_gguf(tmp_path / "d.gguf", gguf.GGMLQuantizationType.Q8_0)
+    options = {"method": "speculative", "draft": file, "dtype": dtype, "max_context": 80}
+    planned = []
+
+    def run() -> None:
+        with Engine.from_pretrained(tmp_path / "model", device="cpu", **options) as engine:
+            planned.append(engine.memory_plan.device_bytes)
+            engine.generate(random_ids(60), SamplingParams(10))
+
+    peak = allocated_peak(run, 0)
+    assert peak <= planned[0] <= 4 * peak
 
 
 def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:

@@ -29,6 +29,7 @@ from triforce_core.plan.levels import (
     small_model_parts_bytes,
 )
 from triforce_core.plan.machine import Device
+from triforce_core.plan.temporaries.drafter_bytes import drafter_bytes
 from triforce_core.plan.temporaries.product_bytes import (
     decode_bytes,
     groups_bytes,
@@ -40,7 +41,6 @@ from triforce_core.plan.temporaries.product_bytes import (
 from triforce_core.plan.temporaries.workspace import (
     GRAPH_LIBRARY_BYTES,
     distribution_bytes,
-    forward_bytes,
     graph_bytes,
     graph_logits_bytes,
     pass_workspace_bytes,
@@ -59,9 +59,6 @@ from triforce_offload.weights.layouts import FlatLayout
 
 # Number of prompt tokens for which a layer is computed at a time.
 PREFILL_CHUNK = 1024
-# Number of tokens of a draft model's longest forward, which catches up with a text. Such forwards
-# are not recorded.
-_CATCH_UP = 512
 # Unless copies of all layers are requested, those of quantised layers are made only if they take at
 # most this share of the layers' bytes: in 4 bits those of 6-bit layers and larger, in 3 bits those
 # of Q4_0 and larger.
@@ -350,17 +347,11 @@ class ModelSizes:
             total += self.drafter_layouts.nbytes
             total += self.sequences * small_model_parts_bytes(self.drafter, shape, longest)
             total += distribution_bytes(self.drafter, 1)
-            itemsize = self.dtype.itemsize
-            forward = forward_bytes(self.drafter, _CATCH_UP, itemsize, self.max_context)
-            numbers = self.drafter_layouts.decoded_numbers
-            if numbers and not self.weights.decoded_numbers:
-                forward += decode_bytes(self.drafter, _CATCH_UP, numbers, itemsize)
-            if joins := self.drafter.joins:
+            if (joins := self.drafter.joins) and joins.owns_ends:
                 # The model's token of each token of the head.
-                total += 8 * self.drafter.vocab if joins.owns_ends else 0
-                # Embeddings and states, as they come, normed and joined, of which ranks have all.
-                forward = max(forward, _CATCH_UP * 7 * self.drafter.hidden * itemsize)
-            total += forward
+                total += 8 * self.drafter.vocab
+            numbers, itemsize = self._decoded_of_drafter, self.dtype.itemsize
+            total += drafter_bytes(self.drafter, numbers, itemsize, self.max_context)
         if budget:
             chunk, context = self.method.chunk_size, self.max_context
             total += self.sequences * retrieval_bytes(
@@ -368,6 +359,13 @@ class ModelSizes:
             )
         recorded = self._recorded_bytes(budget)
         return total + (self.sequences * recorded + GRAPH_LIBRARY_BYTES if recorded else 0)
+
+    @property
+    def _decoded_of_drafter(self) -> int:
+        """Elements of the largest matrix of a drafter that is decoded beside a dense model."""
+        device, layouts = self.device, self.drafter_layouts
+        by_kernel = device.host_kernels and all(map(device.has_kernel, layouts.block_types))
+        return 0 if by_kernel or self.weights.decoded_numbers else layouts.decoded_numbers
 
     def _recorded_bytes(self, budget: int) -> int:
         """Return the bytes that the recorded forwards of one sequence keep."""
