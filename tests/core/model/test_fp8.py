@@ -17,8 +17,10 @@ from split_texts import GREEDY, NEW, PROMPT, STREAMED, check_texts, engine
 from triforce_core.model.known.shapes import read_model
 from triforce_core.model.tensors import split_layouts
 from triforce_core.plan.formats import split_weights
+from triforce_core.plan.simulation.case import Case
 from triforce_kernels.weights.block_types import F8_E4M3, BlockType
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
+from triforce_offload.machine.profiles import named
 from triforce_offload.weights.formats import DTYPES
 
 FAMILIES = {
@@ -95,6 +97,23 @@ def test_a_matrix_with_too_many_small_numbers_is_not_split(tmp_path) -> None:
             formats = running.runtime.plan.requirements
     assert texts[0] == texts[1]
     assert formats.low_bytes[1] < formats.low_bytes[0]
+
+
+def test_a_plan_stores_matrices_of_16_bits_as_a_gpu_does(tmp_path) -> None:
+    """In the dtype of the pass, where no kernel multiplies by them as they are."""
+    file, tensors = tensors_of_llama(tmp_path)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    tensors[name] = tensors[name].to(torch.bfloat16)
+    save_file(tensors, file)
+    shape = read_model(str(tmp_path))
+    for dtype in ("bfloat16", "float32"):
+        layer = Case(shape.config, named("rtx4090"), 512, dtype=DTYPES[dtype], pieces=shape.pieces)
+        stored, matrix = layer.layouts.layers[:2], tensors[name]
+        assert [kind.name for kind in layer.layouts.block_types] == [F8_E4M3.name]
+        scales = matrix.numel() // 128**2 * 4
+        more = stored[1].nbytes - stored[0].nbytes
+        assert abs(more - matrix.numel() * (DTYPES[dtype].itemsize - 1) + scales) < 1024
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path) -> None:

@@ -31,7 +31,7 @@ from triforce_core.plan.simulation.acceptance_curve import (
 from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, NGRAM, SPLIT, STORED, MethodSettings
-from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.block_types import NARROW, BlockType
 from triforce_offload.errors import UsageError
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
@@ -87,9 +87,14 @@ class Case:
     device: Device | None = None
 
     @cached_property
+    def stored(self) -> Pieces | None:
+        """Pieces of the matrices as a device stores them, None if no matrix is quantised."""
+        return self.pieces and self._storable(self.pieces)
+
+    @cached_property
     def share(self) -> Share:
         """Share of the first GPU, the largest. Raises UsageError if the model does not divide."""
-        unit = {} if self.pieces is None else {"unit": mlp_unit(self.config, self.pieces)}
+        unit = {} if self.stored is None else {"unit": mlp_unit(self.config, self.stored)}
         return Share.of(self.config, 0, self.hardware.gpus, **unit)
 
     @cached_property
@@ -116,17 +121,15 @@ class Case:
         joins = self.draft_config and self.draft_config.joins
         if not joins:
             return None
-        own = self.stored_head
-        if own is not None:
-            own = storable_pieces(own, self.dtype, self.device or self._device)
+        own = self.stored_head and self._storable(self.stored_head)
         if joins.block:
             return own and self._drafter_share.pieces(own)
         if not joins.divided:
             return own
-        if self.pieces is None:
+        if self.stored is None:
             return None
         if own is None:
-            return planned_pieces(self.config, self.share.pieces(self.pieces))
+            return planned_pieces(self.config, self.share.pieces(self.stored))
         return shared_pieces(own, self.share)
 
     @cached_property
@@ -138,7 +141,7 @@ class Case:
     @cached_property
     def layouts(self) -> Layouts:
         """Layouts of one GPU's share of the weights."""
-        pieces = self.pieces and self.share.pieces(self.pieces)
+        pieces = self.stored and self.share.pieces(self.stored)
         if self.split:
             return split_weights(self.split, self.rank, self.dtype, pieces=pieces)
         if pieces is None:
@@ -216,7 +219,11 @@ class Case:
             copy_bytes=self.block_bytes,
             graphs=gpu,
             gathers_through_host=not gpu,
+            has_kernel=lambda kind: not gpu or kind not in NARROW.values(),
         )
+
+    def _storable(self, pieces: Pieces) -> Pieces:
+        return storable_pieces(pieces, self.dtype, self.device or self._device)
 
     @property
     def room(self) -> Room:
@@ -293,7 +300,7 @@ class Case:
         """Raise UsageError for a context or a format that the model does not support."""
         self.method.check_weights(self.weights)
         if self.split:
-            split_weights(self.split, self.config, self.dtype, pieces=self.pieces)
+            split_weights(self.split, self.config, self.dtype, pieces=self.stored)
         if self.split_kv and self.dtype.name != "bfloat16":
             raise UsageError(f"only bfloat16 can be split, and KV is in {self.dtype.name} here")
         positions = self.config.positions

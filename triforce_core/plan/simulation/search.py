@@ -127,7 +127,7 @@ def _may_split_blocks(case: Case) -> bool:
     """
     if case.layouts.experts or case.host_compute not in (AUTO, 0):
         return False
-    return splits_blocks(case.config, case.dtype, case.pieces)
+    return splits_blocks(case.config, case.dtype, case.stored)
 
 
 def _choose(case: Case) -> Candidate:
