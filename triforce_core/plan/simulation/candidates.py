@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
+from triforce_core.model.config import ModelConfig
 from triforce_core.model.parts.kept import kv_shape
-from triforce_core.model.tensors import drafter_layouts
+from triforce_core.model.tensors import Layouts, drafter_layouts
 from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, without_kernels
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
@@ -353,13 +354,23 @@ def _drafter(case: Case, chosen: Plan, memory: MemoryPlan, rows: int = 1) -> _Dr
     block = costs.resident_forward(joins.block, joins.context, recorded=recorded)
     if joins.convolutions:
         block += len(config.layers) * costs.small(CONVOLUTION_LAUNCHES, recorded=recorded)
-    # Keys and values of new tokens: their products read matrices once more.
-    of_states = [joins.ends(config.hidden, config.vocab)["fc"]]
-    of_states += [spec.shapes(config.hidden)["qkv"] for spec in config.layers]
-    read = case.dtype.itemsize * sum(prod(shape) for shape in of_states)
-    launches = STATES_LAUNCHES + KEYS_LAUNCHES * len(config.layers)
-    states = max(costs.piece(read, 0, launches), costs.small(launches))
-    return _Drafter(costs.small(POSITION_LAUNCHES), block + states, joins.block - 1)
+    block += _states_seconds(config, costs, drafter_layouts(config, case.dtype, case.head_pieces))
+    return _Drafter(costs.small(POSITION_LAUNCHES), block, joins.block - 1)
+
+
+def _states_seconds(config: ModelConfig, costs: Costs, layouts: Layouts) -> float:
+    """Return the seconds in which a drafter of blocks computes keys and values of new tokens, at
+    most a block: products that read matrices once more.
+    """
+    joins = config.joins
+    matrices = [(layouts.head.formats["fc"], joins.ends(config.hidden, config.vocab)["fc"])]
+    for layer, spec in zip(layouts.layers, config.layers, strict=True):
+        matrices.append((layer.formats["qkv"], spec.shapes(config.hidden)["qkv"]))
+    work = sum(
+        costs.product(joins.block, prod(shape), stored.nbytes, stored.read)
+        for stored, shape in matrices
+    )
+    return costs.launched(work, STATES_LAUNCHES + KEYS_LAUNCHES * len(config.layers))
 
 
 def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:

@@ -83,17 +83,17 @@ class Costs:
         """Return the seconds of one piece of work."""
         hardware = self.hardware
         work = max(nbytes / hardware.memory_bytes_per_second, flops / hardware.flops_per_second)
-        return self._launched(work, launches, recorded)
+        return self.launched(work, launches, recorded)
 
     def before(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of a layer before its attention."""
         mixer, matrices, launches = self._layer.mixer, self.matrices, self.launches
         rotated = mixer.queries + mixer.keys
         touched = NORM_TOUCHES * self.config.width + ROTATE_TOUCHES * rotated
-        work = self._product(tokens, self.elements[0], matrices.qkv, matrices.layer_read)
+        work = self.product(tokens, self.elements[0], matrices.qkv, matrices.layer_read)
         more, _ = further_launches(self._layer, on_gpu=self.hardware.asynchronous)
         work += self._touch(tokens, touched, launches.small_before + more)
-        layer = self._launched(work, launches.before + more, recorded)
+        layer = self.launched(work, launches.before + more, recorded)
         if mixer.norm_over_heads:
             # GPUs sum the squares of queries and of keys.
             layer += self._told(4 * 2 * (tokens + 1))
@@ -109,13 +109,13 @@ class Costs:
         columns = sum(spec.mlp.columns for spec in layers) / len(layers)
         touched = (NORM_TOUCHES + 6) * self.config.width + MLP_TOUCHES * columns
         matrices, launches = self.matrices, self.launches
-        work = self._product(tokens, self.elements[1], matrices.rest, matrices.layer_read)
+        work = self.product(tokens, self.elements[1], matrices.rest, matrices.layer_read)
         if matrices.experts:
             work += self.experts(tokens)
         _, more = further_launches(self._layer, on_gpu=self.hardware.asynchronous)
         work += self._touch(tokens, touched, launches.small_after + more)
         count = launches.after + more + self.expert_launches(tokens)
-        layer = self._launched(work, count, recorded)
+        layer = self.launched(work, count, recorded)
         return layer + 2 * self.all_reduce(tokens)
 
     def experts(self, tokens: int) -> float:
@@ -128,7 +128,7 @@ class Costs:
         elements, nbytes = self.elements[2] * share, matrices.experts * share
         if self.hardware.asynchronous and tokens <= FEW_ROWS:
             nbytes *= ceil(rows / EXPERT_TILE)
-        return self._product(rows, elements, nbytes, matrices.experts_read)
+        return self.product(rows, elements, nbytes, matrices.experts_read)
 
     def expert_launches(self, tokens: int) -> int:
         """Return the launches of a layer's experts, the average of all layers."""
@@ -217,7 +217,7 @@ class Costs:
             flops / (hardware.attend_flops_per_second or hardware.flops_per_second),
         )
         scores = (nbytes - kv) / hardware.memory_bytes_per_second
-        return self._launched(products + scores, launches, recorded)
+        return self.launched(products + scores, launches, recorded)
 
     def decode_block(self, shape: KVShape, *, recorded: bool = False) -> float:
         """Return the seconds of decoding a block of KV."""
@@ -238,7 +238,7 @@ class Costs:
     def small(self, kernels: int, *, recorded: bool = False) -> float:
         """Return the seconds of kernels that compute almost nothing."""
         each = SMALL_KERNEL_SECONDS if self.hardware.asynchronous else 0.0
-        return self._launched(kernels * each, kernels, recorded)
+        return self.launched(kernels * each, kernels, recorded)
 
     def head(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of the final norm, the output matrix and the distributions."""
@@ -251,8 +251,8 @@ class Costs:
             recorded=recorded,
         )
         distributions = max(distributions, self._distribution_steps())
-        work = self._product(tokens, matrix, self.matrices.head, self.matrices.head_read)
-        return self._launched(work, 9, recorded) + distributions + self._ends(tokens)
+        work = self.product(tokens, matrix, self.matrices.head, self.matrices.head_read)
+        return self.launched(work, 9, recorded) + distributions + self._ends(tokens)
 
     def _distribution_steps(self) -> float:
         """Return the seconds of the program for one row's distribution. The programs of other rows
@@ -326,7 +326,7 @@ class Costs:
         rate = self.hardware.integer_ops_per_second
         return operations / rate if rate else 0.0
 
-    def _product(self, tokens: float, elements: float, nbytes: float, read: Read) -> float:
+    def product(self, tokens: float, elements: float, nbytes: float, read: Read) -> float:
         """Return the seconds of a product of a matrix with `tokens` rows.
 
         elements, nbytes: size of the matrix
@@ -335,16 +335,16 @@ class Costs:
         if hardware.asynchronous and read is Read.SPLIT_BF16 and tokens > FEW_ROWS:
             decoding = (nbytes + dense) / hardware.memory_bytes_per_second
             decoding = max(decoding, self._integers(elements * DECODE_OPERATIONS))
-            return decoding + self._product(tokens, elements, dense, Read.AS_STORED)
+            return decoding + self.product(tokens, elements, dense, Read.AS_STORED)
         if hardware.asynchronous and read is Read.SPLIT_BLOCKS:
             # Joined blocks take as many bytes.
             joining = 2 * nbytes / hardware.memory_bytes_per_second
             joining = max(joining, self._integers(elements * DECODE_OPERATIONS))
-            return joining + self._product(tokens, elements, nbytes, Read.BLOCKS)
+            return joining + self.product(tokens, elements, nbytes, Read.BLOCKS)
         if hardware.asynchronous and (counted := OPERATIONS.get(read)):
             each = next((most for rows, most in counted if tokens <= rows), counted[-1][1])
             decoding = self._integers(each * elements)
-            return max(decoding, self._product(tokens, elements, nbytes, Read.AS_STORED))
+            return max(decoding, self.product(tokens, elements, nbytes, Read.AS_STORED))
         decodes = self.matrices.decoded and not hardware.multiplies_stored
         decoding = elements * hardware.decode_seconds_per_number if decodes else 0.0
         if hardware.product_seconds_per_byte:
@@ -354,7 +354,8 @@ class Costs:
             2.0 * tokens * elements / hardware.flops_per_second,
         )
 
-    def _launched(self, work: float, launches: int, recorded: bool) -> float:
+    def launched(self, work: float, launches: int, recorded: bool = False) -> float:
+        """Return the seconds of work in a number of launches, given those of the work."""
         hardware = self.hardware
         if not hardware.asynchronous:
             return work + launches * hardware.launch_seconds
