@@ -34,7 +34,7 @@ TARGET = distributions(LOGITS, PARAMS)
 class Drafter:
     """A SmallModelDrafter whose model knows the last token alone."""
 
-    device, vocab, most = CPU, VOCAB, 64
+    device, vocab, most, deepest = CPU, VOCAB, 64, 64
 
     def __init__(self, logits: torch.Tensor = DRAFT) -> None:
         self.forwards = 0
