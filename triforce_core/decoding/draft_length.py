@@ -102,7 +102,7 @@ class Auto:
         self._sure_held = [0.0] * (len(_CONFIDENCE) + 1)
         self._verify = Line()
         self._draft_seconds = 0.0
-        # Tokens that were drafted in these seconds, or drafts if one takes the same for any length.
+        # Number of tokens drafted in these seconds; of drafts, if all take equally long.
         self._drafted = 0.0
         self._seconds_per_token = 0.0
         self._idle_rounds = 0
