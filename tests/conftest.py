@@ -71,6 +71,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 
 @pytest.fixture(scope="session")
+def llama(tiny: Callable[[str], tuple[Path, torch.nn.Module]]) -> tuple[Path, torch.nn.Module]:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="session")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a tiny Llama with a tokenizer."""
     directory = tmp_path_factory.mktemp("speaking")

@@ -10,10 +10,10 @@ from pathlib import Path
 import gguf
 import torch
 import torch.nn.functional as F
+from float64_layers import EPS, rms_norm, rotated
 from gguf_files import in_blocks
 from safetensors.torch import save_file
 
-EPS = 1e-6
 # What llama.cpp calls tensors, in the order in which the names are replaced.
 _IN_GGUF = {
     "layers.": "blk.",
@@ -267,7 +267,7 @@ class RandomDrafter:
         made, w = self.made, {name: each.double() for name, each in self.tensors.items()}
         held = self._model.model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         taps = [held.hidden_states[tapped + 1][0] for tapped in self._taps]
-        states = self._norm(torch.cat(taps, 1) @ w["fc.weight"].T, w["hidden_norm.weight"])
+        states = rms_norm(torch.cat(taps, 1) @ w["fc.weight"].T, w["hidden_norm.weight"])
         first = 0 if seen is None else max(0, len(states) - seen)
         states = states[first:]
         block = torch.tensor([tokens[-1], *[made.mask] * (made.rows - 1)])
@@ -281,7 +281,7 @@ class RandomDrafter:
                 if name.startswith(f"layers.{index}.")
             }
             hidden = self._through(layer, hidden, states, places, self._causal(index))
-        normed = self._norm(hidden, w["norm.weight"])[1 + len(after)]
+        normed = rms_norm(hidden, w["norm.weight"])[1 + len(after)]
         unary = self._model.lm_head.weight @ normed * made.factors[1]
         if made.cap is not None:
             unary = made.cap * torch.tanh(unary / made.cap)
@@ -310,15 +310,15 @@ class RandomDrafter:
     ) -> torch.Tensor:
         """A layer over a block: [rows, hidden]."""
         made, rows = self.made, len(hidden)
-        x = self._norm(hidden, w["input_layernorm.weight"])
+        x = rms_norm(hidden, w["input_layernorm.weight"])
         x, behind = self._convolved(w, "attention_conv", x)
         both = torch.cat((states, x))
         q, k, v = (
             self._product(w, f"self_attn.{name}_proj", each).view(len(each), -1, made.head_dim)
             for name, each in (("q", x), ("k", both), ("v", both))
         )
-        q = self._rotated(self._norm(q, w["self_attn.q_norm.weight"]), places[-rows:])
-        k = self._rotated(self._norm(k, w["self_attn.k_norm.weight"]), places)
+        q = rotated(rms_norm(q, w["self_attn.q_norm.weight"]), places[-rows:], made.theta)
+        k = rotated(rms_norm(k, w["self_attn.k_norm.weight"]), places, made.theta)
         visible = torch.ones(rows, len(both), dtype=torch.bool)
         if causal:
             visible = visible.tril(len(both) - rows)
@@ -327,7 +327,7 @@ class RandomDrafter:
         )
         mixed = self._product(w, "self_attn.o_proj", mixed.transpose(0, 1).flatten(1))
         hidden = hidden + behind(mixed)
-        x = self._norm(hidden, w["post_attention_layernorm.weight"])
+        x = rms_norm(hidden, w["post_attention_layernorm.weight"])
         x, behind = self._convolved(w, "mlp_conv", x)
         gate, up = (x @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         return hidden + behind((F.silu(gate) * up) @ w["mlp.down_proj.weight"].T)
@@ -353,15 +353,3 @@ class RandomDrafter:
     @staticmethod
     def _product(w: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
-
-    @staticmethod
-    def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-    def _rotated(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        half = self.made.head_dim // 2
-        inverse = self.made.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = (places[:, None] * inverse)[:, None]
-        first, second = x[..., :half], x[..., half:]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from float64_layers import EPS, rms_norm, rotated
 from safetensors.torch import save_file
-
-EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -167,17 +166,17 @@ class RandomHead:
         held = self._model.model(ids, output_hidden_states=True).hidden_states
         taps = [held[tapped][0] for tapped in self._taps]
         if made.tap_norm == "fc_norm":
-            taps = [self._norm(each, w[f"fc_norm.{i}.weight"]) for i, each in enumerate(taps)]
+            taps = [rms_norm(each, w[f"fc_norm.{i}.weight"]) for i, each in enumerate(taps)]
         joined = torch.cat(taps, 1)
         if made.tap_norm == "norm_before_fc":
-            joined = self._norm(joined, w["input_norm.weight"])
+            joined = rms_norm(joined, w["input_norm.weight"])
         states = (joined @ w["fc.weight"].T)[: len(tokens) - 1 - drafted]
         table = w.get("embed_tokens.weight", self._model.model.embed_tokens.weight)
         for _ in range(drafted + 1):
             count = len(states)
             embedded = table[ids[0, 1 : count + 1]]
-            normed = self._norm(states, w["hidden_norm.weight"])
-            both = torch.cat((self._norm(embedded, w["input_layernorm.weight"]), normed), 1)
+            normed = rms_norm(states, w["hidden_norm.weight"])
+            both = torch.cat((rms_norm(embedded, w["input_layernorm.weight"]), normed), 1)
             residual = normed if made.norms_residual else states
             places = torch.arange(count)
             q, k, v = (
@@ -185,32 +184,20 @@ class RandomHead:
                 for name in "qkv"
             )
             mixed = F.scaled_dot_product_attention(
-                *(self._rotated(each, places).transpose(0, 1) for each in (q, k)),
+                *(rotated(each, places, made.theta).transpose(0, 1) for each in (q, k)),
                 v.transpose(0, 1),
                 is_causal=True,
                 enable_gqa=True,
             )
             mixed = mixed.transpose(0, 1).flatten(1) @ w["self_attn.o_proj.weight"].T
             hidden = residual + mixed
-            inner = self._norm(hidden, w["post_attention_layernorm.weight"])
+            inner = rms_norm(hidden, w["post_attention_layernorm.weight"])
             gate = F.silu(inner @ w["mlp.gate_proj.weight"].T)
             up = inner @ w["mlp.up_proj.weight"].T
             out = hidden + (gate * up) @ w["mlp.down_proj.weight"].T
-            normed = self._norm(out[-1:], w["norm.weight"])
+            normed = rms_norm(out[-1:], w["norm.weight"])
             states = torch.cat((states, normed if made.norms_output else out[-1:]))
         own = normed @ w["lm_head.weight"].T
         logits = torch.full((self._model.config.vocab_size,), float("-inf"), dtype=torch.float64)
         logits[self._known] = own[0]
         return logits
-
-    @staticmethod
-    def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
-
-    def _rotated(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        half = self.made.head_dim // 2
-        inverse = self.made.theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = (places[:, None] * inverse)[:, None]
-        first, second = x[..., :half], x[..., half:]
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -13,21 +13,19 @@ Writes benchmarks/results/dflash.json, and model and drafter to DIR if it is giv
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from bench.make_shallow_draft import make_shallow_draft
-from bench.material import manual, model_file
-from bench.mtp_head import LAYERS, OPTIONS, WINDOW, compare, learn
+from bench.material import manual
+from bench.mtp_head import OPTIONS, WINDOW, learn, opened
+from bench.trained_drafters import measure, tapped_states
 from frame import Benchmark, Figures
 from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 
@@ -39,30 +37,6 @@ GROUP, RANK, CANDIDATES = 16, 64, 16
 BLOCKS, LEAST, FADES = 12, 16, 0.85
 # A token that the manual does not contain.
 MASK = 3
-
-
-def ways(drafter: Path) -> dict[str, dict[str, Any]]:
-    speculative = {"method": "speculative", "draft": str(drafter)}
-    return {
-        "plain": {"method": "autoregressive"},
-        "n-grams": {"method": "speculative", "draft": "ngram"},
-        "DFlash drafter, chains": {**speculative, "tree": "off"},
-        "DFlash drafter, trees": {**speculative, "tree": 24},
-        "DFlash drafter": speculative,
-        "retrieval level, n-grams": {"draft": "ngram", "budget": 1024},
-        "retrieval level, DFlash drafter": {"draft": str(drafter), "budget": 1024},
-    }
-
-
-def measure(args: argparse.Namespace) -> Iterator[Figures]:
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(args.directory or folder)
-        model, drafter = directory / "model", directory / "drafter"
-        if not drafter.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            make_shallow_draft(model_file(), model, LAYERS, torch.bfloat16)
-            yield from train(model, drafter, args.training_tokens, args.minutes * 60)
-        yield from compare(model, args, ways(drafter))
 
 
 class Convolutions(torch.nn.Module):
@@ -134,9 +108,10 @@ class Layer(torch.nn.Module):
 
 def rotated(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """x: [batch, heads, rows, head_dim]. rotation: cosines and sines, [batch, rows, head_dim]"""
+    from transformers.models.llama.modeling_llama import rotate_half
+
     cos, sin = (each.unsqueeze(1) for each in rotation)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    return x * cos + rotate_half(x) * sin
 
 
 class Drafter(torch.nn.Module):
@@ -162,16 +137,11 @@ class Drafter(torch.nn.Module):
 
 def train(directory: Path, into: Path, tokens: int, seconds: float) -> Iterator[Figures]:
     """Train a drafter for the model of a directory."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, trust_remote_code=False
-    ).eval()
-    model.requires_grad_(False)
+    model = opened(directory)
     torch.manual_seed(0)
     ids = torch.tensor(load_tokenizer(directory).encode(manual(10**7)))[:tokens]
     assert MASK not in ids
-    tapped, last = states_of(model, ids)
+    tapped, last = tapped_states(model, ids, [tap + 1 for tap in TAPS])
     used = ids.unique()
     drafter = Drafter(model).requires_grad_(True)
     figures = learn(
@@ -182,19 +152,6 @@ def train(directory: Path, into: Path, tokens: int, seconds: float) -> Iterator[
     )
     write(drafter, into)
     yield {"training": {"tokens": tokens, "layers": DEPTH, "rows": ROWS, **figures}}
-
-
-@torch.no_grad()
-def states_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hidden states that leave the tapped layers, side by side, and the last ones, over
-    pieces of 1,024 tokens.
-    """
-    tapped, last = [], []
-    for piece in ids.split(1024):
-        states = model.model(piece[None], output_hidden_states=True).hidden_states
-        tapped.append(torch.cat([states[tap + 1][0] for tap in TAPS], 1))
-        last.append(states[-1][0])
-    return torch.cat(tapped), torch.cat(last)
 
 
 def loss_of(
@@ -276,4 +233,5 @@ def write(drafter: Drafter, into: Path) -> None:
     (into / "config.json").write_text(json.dumps(config))
 
 
-main = Benchmark(__doc__, "dflash", measure, OPTIONS)
+_MEASURE = partial(measure, kind="DFlash drafter", train=train)
+main = Benchmark(__doc__, "dflash", _MEASURE, OPTIONS)

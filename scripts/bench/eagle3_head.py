@@ -12,51 +12,25 @@ Writes benchmarks/results/eagle3_head.json, and model and head to DIR if it is g
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from bench.make_shallow_draft import make_shallow_draft
-from bench.material import manual, model_file
-from bench.mtp_head import LAYERS, OPTIONS, WINDOW, compare, learn
+from bench.material import manual
+from bench.mtp_head import LAYERS, OPTIONS, WINDOW, learn, opened
+from bench.trained_drafters import measure, tapped_states
 from frame import Benchmark, Figures
 from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 
 TAPS = 2, LAYERS // 2, LAYERS - 3
 # Tokens behind a state of the model that are learned, all but the first with the head's own states.
 STEPS = 3
-
-
-def ways(head: Path) -> dict[str, dict[str, Any]]:
-    speculative = {"method": "speculative", "draft": str(head)}
-    return {
-        "plain": {"method": "autoregressive"},
-        "n-grams": {"method": "speculative", "draft": "ngram"},
-        "EAGLE-3 head, chains": {**speculative, "tree": "off"},
-        "EAGLE-3 head, trees": {**speculative, "tree": 24},
-        "EAGLE-3 head": speculative,
-        "retrieval level, n-grams": {"draft": "ngram", "budget": 1024},
-        "retrieval level, EAGLE-3 head": {"draft": str(head), "budget": 1024},
-    }
-
-
-def measure(args: argparse.Namespace) -> Iterator[Figures]:
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(args.directory or folder)
-        model, head = directory / "model", directory / "head"
-        if not head.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            make_shallow_draft(model_file(), model, LAYERS, torch.bfloat16)
-            yield from train(model, head, args.training_tokens, args.minutes * 60)
-        yield from compare(model, args, ways(head))
 
 
 class Head(torch.nn.Module):
@@ -95,16 +69,11 @@ class Head(torch.nn.Module):
 
 def train(directory: Path, into: Path, tokens: int, seconds: float) -> Iterator[Figures]:
     """Train a head for the model of a directory."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, trust_remote_code=False
-    ).eval()
-    model.requires_grad_(False)
+    model = opened(directory)
     torch.manual_seed(0)
     ids = torch.tensor(load_tokenizer(directory).encode(manual(10**7)))[:tokens]
     used = ids.unique()
-    tapped, last = states_of(model, ids)
+    tapped, last = tapped_states(model, ids, TAPS)
     head = Head(model, used).requires_grad_(True)
     rows = model.lm_head.weight[used]
     figures = learn(
@@ -115,19 +84,6 @@ def train(directory: Path, into: Path, tokens: int, seconds: float) -> Iterator[
     )
     write(head, used, into)
     yield {"training": {"tokens": tokens, "tokens_known": len(used), **figures}}
-
-
-@torch.no_grad()
-def states_of(model: torch.nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hidden states that enter the tapped layers, side by side, and the last ones, over
-    pieces of 1,024 tokens.
-    """
-    tapped, last = [], []
-    for piece in ids.split(1024):
-        states = model.model(piece[None], output_hidden_states=True).hidden_states
-        tapped.append(torch.cat([states[tap][0] for tap in TAPS], 1))
-        last.append(states[-1][0])
-    return torch.cat(tapped), torch.cat(last)
 
 
 def loss_of(
@@ -185,4 +141,5 @@ def write(head: Head, used: torch.Tensor, into: Path) -> None:
     (into / "config.json").write_text(json.dumps(config))
 
 
-main = Benchmark(__doc__, "eagle3_head", measure, OPTIONS)
+_MEASURE = partial(measure, kind="EAGLE-3 head", train=train)
+main = Benchmark(__doc__, "eagle3_head", _MEASURE, OPTIONS)

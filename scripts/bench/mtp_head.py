@@ -72,12 +72,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 def train(directory: Path, tokens: int, seconds: float) -> Iterator[Figures]:
     """Train a head and add it to a model's files."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, trust_remote_code=False
-    ).eval()
-    model.requires_grad_(False)
+    model = opened(directory)
     ids = torch.tensor(load_tokenizer(directory).encode(manual(10**7)))
     if tokens > len(ids) * 4 // 5:
         sys.exit(f"mtp_head: four fifths of the manual are fewer than {tokens} tokens")
@@ -98,6 +93,16 @@ def train(directory: Path, tokens: int, seconds: float) -> Iterator[Figures]:
     file = directory / "model.safetensors"
     save_file(load_file(file) | tensors, file, {"format": "pt"})
     yield {"training": {"tokens": tokens, **figures}}
+
+
+def opened(directory: Path) -> torch.nn.Module:
+    """Return the model of a directory in float32, which learns nothing."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False
+    )
+    return model.eval().requires_grad_(False)
 
 
 def learn(

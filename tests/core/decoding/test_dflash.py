@@ -5,12 +5,11 @@ rejected, and cost no token, however useless.
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from block_engines import DIRECT, assert_close, engine
 from dflash_files import KINDS, Made, RandomDrafter
+from drafter_engines import DIRECT, FAMILIES, NEW, RUNS, assert_close, engine
 from head_walks import walk
 from helpers import PLACEMENTS, make_model, random_ids, turns
 from oracle import assert_equal_but_for_ties, greedy
@@ -20,21 +19,7 @@ from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.trees.growing import Tree
 
-NEW = 40
-RUNS = {
-    "speculative": {"method": "speculative", "draft_tokens": 6},
-    "tree": {"method": "speculative", "tree": 13},
-    "retrieval": {"budget": 16, "draft_tokens": 12, "inner_draft_tokens": 3},
-    "learned": {},
-}
-FAMILIES = ("llama", "qwen3", "gemma3", "gpt-oss-moe", "qwen3_5", "mistral-windows")
 OF_SECOND = KINDS["second"]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
-    path = tmp_path_factory.mktemp("llama")
-    return path, make_model("llama", path)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import gguf
 import pytest
 import torch
-from block_engines import DIRECT, assert_close, engine
 from dflash_files import KINDS, Made, RandomDrafter
+from drafter_engines import DIRECT, assert_close, engine
 from float_bounds import assert_within
 from fp8_files import FP8_SIZES, quantise
 from head_walks import walk
@@ -23,12 +22,6 @@ from safetensors.torch import load_file, save_file
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import MOST_LOGIT
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
-    path = tmp_path_factory.mktemp("llama")
-    return path, make_model("llama", path)
 
 
 @pytest.mark.parametrize("stored", [quantise, partial(to_integers, way="awq"), "gptq"])

@@ -8,47 +8,25 @@ import json
 import random
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from drafter_engines import DIRECT, FAMILIES, NEW, RUNS, assert_close, engine
 from eagle3_heads import KINDS, Made, RandomHead
 from float_bounds import assert_within
 from head_walks import walk
-from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids, turns
+from helpers import PLACEMENTS, make_model, random_ids, turns
 from oracle import assert_equal_but_for_ties, greedy
 from safetensors.torch import load_file, save_file
 
-from triforce_core import Engine, SamplingParams
+from triforce_core import SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.distributions import MOST_LOGIT
 from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.checkpoints.drafters.eagle3 import open_eagle3
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
-
-NEW = 40
-RUNS = {
-    "speculative": {"method": "speculative", "draft_tokens": 6},
-    "tree": {"method": "speculative", "tree": 13},
-    "retrieval": {"budget": 16, "draft_tokens": 12, "inner_draft_tokens": 3},
-    "learned": {},
-}
-FAMILIES = ("llama", "qwen3", "gemma3", "gpt-oss-moe", "qwen3_5", "mistral-windows")
-DIRECT = {"method": "speculative", "draft_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
-    path = tmp_path_factory.mktemp("llama")
-    return path, make_model("llama", path)
-
-
-def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engine:
-    fixed = {"device": "cpu", "max_context": 500, "block_tokens": BLOCK, "dtype": "float32"}
-    return Engine.from_pretrained(path, **fixed, **placed(placement, options))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,11 +41,7 @@ def test_a_head_computes_what_its_authors_publish(llama, tmp_path, kind: str) ->
             found = [drafter.forward(drafter.catch_up(Text(text), 5))[0]]
             found += [drafter.forward(torch.tensor([token]))[0] for token in (7, 8)]
             for drafted, logits in enumerate(found):
-                exact = head.logits([*text, 7, 8][: len(text) + drafted], drafted)
-                known = exact.isfinite()
-                assert torch.equal(logits > -MOST_LOGIT, known)
-                bound = 1e-4 * float(exact[known].abs().max())
-                assert_within(logits[known], exact[known], bound)
+                assert_close(logits, head.logits([*text, 7, 8][: len(text) + drafted], drafted))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -112,11 +112,6 @@ class HeadDrafter(DrafterOfStates):
         return (self._kv.capacity - SINKS) // 2
 
     @property
-    def deepest(self) -> int:
-        """Number of tokens of the longest path."""
-        return self.most
-
-    @property
     def window(self) -> int:
         """See DrafterOfStates."""
         return self._kv.capacity

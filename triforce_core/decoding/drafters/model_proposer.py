@@ -27,12 +27,15 @@ class ModelDrafter(Protocol):
 
     device: device that computes
     most: number of tokens of the largest draft
-    deepest: number of tokens of the longest chain, or path of a tree
     """
 
     device: torch.device
     most: int
-    deepest: int
+
+    @property
+    def deepest(self) -> int:
+        """Number of tokens of the longest chain, or path of a tree."""
+        return self.most
 
     def catch_up(self, text: Text, count: int) -> torch.Tensor | None:
         """Prepare for a draft of `count` tokens. Return the tokens of the text that must run first;

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.drafters.model_proposer import ModelProposer
+from triforce_core.decoding.drafters.model_proposer import ModelDrafter, ModelProposer
 from triforce_core.decoding.drafters.resident import ResidentModel
 from triforce_core.decoding.levels import Brancher
 from triforce_core.decoding.trees.growing import Tree
@@ -53,7 +53,7 @@ class WindowCache:
         self.kv.close()
 
 
-class SmallModelDrafter:
+class SmallModelDrafter(ModelDrafter):
     """A draft model and its window on a text.
 
     The drafter remembers the tokens it has run, and compares them with the text at every call. So
@@ -80,11 +80,6 @@ class SmallModelDrafter:
     def most(self) -> int:
         """Number of tokens of the longest draft."""
         return (self._cache.capacity - self._cache.sinks) // 2
-
-    @property
-    def deepest(self) -> int:
-        """Number of tokens of the longest path."""
-        return self.most
 
     def proposer(self, params: SamplingParams, rule: Rule) -> Brancher:
         """Drafter.proposer."""

@@ -1,4 +1,4 @@
-"""What tests of DFlash drafters have in common: an engine, and a comparison of logits."""
+"""What tests of EAGLE-3 heads and of DFlash drafters have in common."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from helpers import BLOCK, placed
 from triforce_core import Engine
 from triforce_core.decoding.distributions import MOST_LOGIT
 
+NEW = 40
+# Ways to draft, directly or below a retrieval level.
+RUNS = {
+    "speculative": {"method": "speculative", "draft_tokens": 6},
+    "tree": {"method": "speculative", "tree": 13},
+    "retrieval": {"budget": 16, "draft_tokens": 12, "inner_draft_tokens": 3},
+    "learned": {},
+}
+FAMILIES = ("llama", "qwen3", "gemma3", "gpt-oss-moe", "qwen3_5", "mistral-windows")
 DIRECT = {"method": "speculative", "draft_tokens": 6}
 
 
