@@ -128,7 +128,7 @@ def _describe_sizes(
     heads = getattr(config, "num_attention_heads_per_layer", config.num_attention_heads)
     writer.add_head_count(heads)
     if architecture == "gemma4":
-        _describe_gemma4(writer, config)
+        describe_gemma4(writer, config)
     elif architecture in ("qwen35", "qwen35moe", "qwen3next", "qwen4exp", "lfm2", "lfm2moe"):
         _describe_recurrent(writer, config)
         if architecture == "qwen4exp":
@@ -320,8 +320,11 @@ def _blocks(config: object) -> int:
     return getattr(config, "num_hidden_layers", None) or len(config.layer_types)
 
 
-def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:
-    """Adds the heads of Gemma 4, whose full layers have others."""
+def describe_gemma4(writer: gguf.GGUFWriter, config: object, shared: int = 0) -> None:
+    """Adds the heads of Gemma 4, whose full layers have others.
+
+    shared: number of layers that share keys
+    """
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
     full = full_layers(config)
     writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
@@ -329,7 +332,7 @@ def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:
     writer.add_value_length(full.head_dim)
     writer.add_key_length_swa(layers[0].head_dim)
     writer.add_value_length_swa(layers[0].head_dim)
-    writer.add_shared_kv_layers(0)
+    writer.add_shared_kv_layers(shared)
     writer.add_embedding_length_per_layer_input(0)
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_rope_dimension_count_swa(layers[0].head_dim)

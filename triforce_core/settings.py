@@ -32,8 +32,8 @@ _COPY_BITS, SMALLER_COPY_BITS = 4, 3
 COPY_BITS = (AUTO, _COPY_BITS, SMALLER_COPY_BITS)
 DRAFT_KV = (AUTO, EXACT, INT8)
 NGRAM, MTP, NO_DRAFTER = "ngram", "mtp", "none"
-# In `triforce plan` alone: an EAGLE-3 head, or a DFlash drafter, of the usual shape.
-EAGLE3, DFLASH = "eagle3", "dflash"
+# In `triforce plan` alone: an EAGLE-3 head, a DFlash drafter, or an assistant, of the usual shape.
+EAGLE3, DFLASH, ASSISTANT = "eagle3", "dflash", "assistant"
 
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
@@ -47,10 +47,10 @@ AUTO_TREE_TOKENS = 127
 
 
 def of_usual_shape(draft: object) -> bool:
-    """Return whether `draft` names a head of the usual shape: "eagle3", "dflash", or "dflash:MIX"
-    with a quantisation mix.
+    """Return whether `draft` names a head of the usual shape: "eagle3", "dflash" or "assistant",
+    the last two also with a quantisation mix: "dflash:MIX".
     """
-    return draft == EAGLE3 or str(draft).partition(":")[0] == DFLASH
+    return draft == EAGLE3 or str(draft).partition(":")[0] in (DFLASH, ASSISTANT)
 
 
 class UnknownFieldError(UsageError, TypeError):
@@ -65,7 +65,7 @@ class MethodSettings:
         "autoregressive"
     draft: "auto" (the model's MTP head if it has one that fits and pays, else n-grams), "ngram",
         "mtp", "none", or the path or hub id of a draft model with the same vocabulary, of an
-        EAGLE-3 head or of a DFlash drafter
+        EAGLE-3 head, of a DFlash drafter or of an assistant (Gemma 4)
     draft_tokens: number of draft tokens that a pass verifies at most; "auto" chooses it at run time
     tree: number of tokens of a tree draft for the target; `draft_tokens` then limits the depth of
         the tree. "auto" lets the retrieval level draft trees where something streams and `accept`

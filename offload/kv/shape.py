@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from triforce_kernels.limits import KV_BLOCKS_AT_ONCE, LEAST_EXCEPTIONS, NUMBERS_OF_AN_EXCEPTION
 from triforce_offload.weights.formats import ElementType, aligned
@@ -89,6 +90,32 @@ class KVShape:
     def tail_bytes(self, max_pass_tokens: int) -> int:
         """Bytes of the hot tail of all layers."""
         return self.token_bytes * self.tail_tokens(max_pass_tokens) * self.layers
+
+
+@dataclass(frozen=True)
+class CopiedShape:
+    """The geometry of keys and values of a layer that are copied for the first and the last tokens
+    of a text.
+
+    firsts, lasts: number of these tokens
+    rows: number of rows of the largest forward that attends to them, which need room behind them
+    """
+
+    kv_heads: int
+    head_dim: int
+    firsts: int
+    lasts: int
+    rows: int
+    dtype: ElementType
+
+    @property
+    def size(self) -> tuple[int, int, int, int]:
+        """Keys and values, heads, tokens, numbers of a head."""
+        return 2, self.kv_heads, self.firsts + self.lasts + self.rows, self.head_dim
+
+    @property
+    def nbytes(self) -> int:
+        return aligned(prod(self.size) * self.dtype.itemsize)
 
 
 @dataclass(frozen=True)

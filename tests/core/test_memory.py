@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import assistant_files
 import dflash_files
 import gguf
 import pytest
@@ -62,6 +63,7 @@ METHODS = [
     *product(("nemotron_h-latent-moe",), ("autoregressive", "ngram", "retrieval")),
     *product(("qwen4_exp-moe",), ("autoregressive", "ngram", "mtp")),
     *product(("llama", "qwen3_5"), ("dflash",)),
+    ("gemma4", "assistant"),
 ]
 
 
@@ -93,6 +95,9 @@ def test_accounted_bytes_cover_what_is_allocated(
     if method == "dflash":
         made = dflash_files.KINDS["second"]
         dflash_files.RandomDrafter(model, tmp_path / "blocks", made)
+    if method == "assistant":
+        made = assistant_files.KINDS["usual"]
+        assistant_files.RandomAssistant(model, tmp_path / "assistant", made)
     options = {
         "autoregressive": {"method": "autoregressive"},
         "ngram": {"draft": "ngram", "budget": 256},
@@ -101,6 +106,7 @@ def test_accounted_bytes_cover_what_is_allocated(
         "mtp": {"draft": "mtp", "budget": 256},
         "eagle3": {"draft": head, "budget": 256},
         "dflash": {"draft": tmp_path / "blocks", "budget": 256},
+        "assistant": {"draft": tmp_path / "assistant", "budget": 256},
     }[method]
     if family in CHOOSE_KEYS:
         options.pop("budget", None)

@@ -1,9 +1,12 @@
-"""MTP heads, EAGLE-3 heads and DFlash drafters on a real device. Simulated without a GPU."""
+"""MTP heads, EAGLE-3 heads, DFlash drafters and assistants on a real device. Simulated without a
+GPU.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import assistant_files
 import dflash_files
 import pytest
 from eagle3_heads import KINDS, RandomHead
@@ -26,7 +29,8 @@ METHODS = {
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """A model with a head of each kind, and what `draft` is then."""
     found = {}
-    for family, kind in (("qwen3_5", "mtp"), ("llama", "eagle3"), ("qwen3", "dflash")):
+    families = {"mtp": "qwen3_5", "eagle3": "llama", "dflash": "qwen3", "assistant": "gemma4"}
+    for kind, family in families.items():
         path = tmp_path_factory.mktemp(family)
         model = make_model(family, path)
         if kind == "mtp":
@@ -34,6 +38,10 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str
             found[kind] = path, kind
         elif kind == "dflash":
             made = dflash_files.RandomDrafter(model, path / "blocks", dflash_files.KINDS["second"])
+            found[kind] = path, str(made.directory)
+        elif kind == "assistant":
+            usual = assistant_files.KINDS["usual"]
+            made = assistant_files.RandomAssistant(model, path / "assistant", usual)
             found[kind] = path, str(made.directory)
         else:
             head = RandomHead(model, path / "head", KINDS["specforge"])
@@ -43,7 +51,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str
 
 @pytest.mark.first
 @pytest.mark.usefixtures("recorded_passes")
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "assistant"])
 @pytest.mark.parametrize(
     ("method", "placement"),
     [
@@ -71,7 +79,7 @@ def test_a_head_changes_no_greedy_text(heads, kind: str, method: str, placement:
 
 @pytest.mark.slow
 @pytest.mark.strict
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "assistant"])
 @pytest.mark.parametrize("method", ["triforce", "trees"])
 def test_the_host_never_waits_without_a_limit(heads, kind: str, method: str) -> None:
     path, draft = heads[kind]

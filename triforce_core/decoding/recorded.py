@@ -7,12 +7,13 @@ them. So a forward of each size is recorded once it has run a few times, and rep
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
+from triforce_core.model.heads.joins import NOTHING, Tapped
 from triforce_core.model.heads.taps import Taps
 from triforce_core.model.transformer import Model
 from triforce_kernels import warmup
@@ -47,7 +48,7 @@ class Inputs(NamedTuple):
 
     embedded: embeddings of the tokens, for a model that `embeds_apart`; a forward may change them
     states: the state before each token, if the model is a head
-    taps: takes hidden states between layers, if some are tapped
+    taps: takes what a drafter takes, if one does
     """
 
     batch: ForwardBatch
@@ -70,12 +71,12 @@ class RecordedForwards(Generic[Result]):
         recorder: Recorder,
         name: str,
         *,
-        taps: Sequence[int] = (),
+        taps: Tapped = NOTHING,
         has_states: bool = False,
     ) -> None:
         """compute: a forward over the cache; returns the same tensors each time once it is recorded
         name: of the forwards, in warnings
-        taps: layers of which each forward keeps the input, see `Taps`
+        taps: what each forward keeps for a drafter
         has_states: whether the model is a head, whose rows have states
         """
         self._model = model
@@ -125,11 +126,11 @@ class RecordedForwards(Generic[Result]):
             visible = torch.zeros(size, drafted, dtype=torch.bool, device=device)
             if rows.lines is not None:
                 lines = torch.zeros(size, rows.lines.shape[1], dtype=torch.int64, device=device)
-        zeros, config = model.no_states().new_zeros, model.config
+        zeros = model.no_states().new_zeros
         inputs = Inputs(
             ForwardBatch(tokens, positions, drafted=visible, lines=lines),
-            zeros(size, config.hidden) if model.embeds_apart else None,
-            zeros(size, config.width) if self._has_states else None,
+            zeros(size, model.embedded_width) if model.embeds_apart else None,
+            zeros(size, model.state_width) if self._has_states else None,
             model.taps(self._taps, range(size)),
         )
         return _FixedForward(model, self._cache, self._compute, inputs)

@@ -36,6 +36,8 @@ class Attention(Described):
     value_norm: whether values are normalised, by a norm without weights
     projects_values: whether values have a projection of their own; else they are the keys as
         projected
+    projects_keys: whether there are keys and values; else they are those of a layer of another
+        model
     output_gate: whether the output is multiplied by the sigmoid of a gate, which is projected with
         the queries: in "qkv" the gate of each head follows its query
     head_gate: whether the output of each head is multiplied by the softplus of a number, which is
@@ -50,7 +52,7 @@ class Attention(Described):
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
             *("value_norm", "projects_values", "output_gate", "head_gate", "sinks", "score_cap"),
-            "index",
+            *("index", "projects_keys"),
         }
     )
 
@@ -67,6 +69,7 @@ class Attention(Described):
     window_rope: bool = False
     value_norm: bool = False
     projects_values: bool = True
+    projects_keys: bool = True
     output_gate: bool = False
     head_gate: bool = False
     sinks: bool = False
@@ -108,9 +111,14 @@ class Attention(Described):
         """Number of columns of all key heads; all value heads have as many."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def projections(self) -> int:
+        """How many of queries, keys and values have a projection: the first ones."""
+        return 1 + (1 + self.projects_values if self.projects_keys else 0)
+
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""
-        qkv = self.queries * (1 + self.output_gate) + self.keys * (1 + self.projects_values)
+        qkv = self.queries * (1 + self.output_gate) + self.keys * (self.projections - 1)
         qkv += self.heads * self.head_gate + (self.index.rows if self.index else 0)
         shapes: Shapes = {"qkv": (qkv, hidden)}
         if self.qkv_bias:
@@ -118,7 +126,8 @@ class Attention(Described):
         if self.qk_norm:
             whole = self.norm_over_heads
             shapes["q_norm"] = (self.queries if whole else self.head_dim,)
-            shapes["k_norm"] = (self.keys if whole else self.head_dim,)
+            if self.projects_keys:
+                shapes["k_norm"] = (self.keys if whole else self.head_dim,)
         if self.index:
             shapes |= {"index_q_norm": (self.index.dim,), "index_k_norm": (self.index.dim,)}
         if self.sinks:

@@ -82,7 +82,7 @@ class AttentionMixer:
             gated = heads[:, : 2 * spec.heads]
             gate = gated[:, 1::2].flatten(1)
             heads = torch.cat((gated[:, ::2], heads[:, 2 * spec.heads :]), 1)
-        if not spec.projects_values:
+        if spec.projects_keys and not spec.projects_values:
             heads = torch.cat((heads, heads[:, spec.heads :]), 1)
         self._prepare(w, heads, batch)
         mixed = self._attended(w, heads, index, cache, batch)
@@ -137,13 +137,14 @@ class AttentionMixer:
         scales = self._query_factor is not None or batch.query_scale is not None
         if not (spec.value_norm or spec.qk_norm or scales):
             return
-        queries, keys, values = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
+        queries, keys, values = heads.tensor_split((spec.heads, spec.heads + spec.kv_heads), 1)
         if spec.value_norm:
             values.copy_(self._norm(values, values.new_ones(spec.head_dim)))
         if spec.norm_over_heads and self._ranks.count > 1:
             self._norm_over_ranks(queries, w["q_norm"], keys, w["k_norm"])
         elif spec.qk_norm:
-            for each, weight in ((queries, w["q_norm"]), (keys, w["k_norm"])):
+            normed = [(queries, "q_norm"), (keys, "k_norm")][: 1 + spec.projects_keys]
+            for each, weight in ((each, w[name]) for each, name in normed):
                 rows = each.flatten(1) if spec.norm_over_heads else each
                 each.copy_(self._norm(rows, weight).view(each.shape))
         if self._query_factor is not None:

@@ -11,6 +11,7 @@ import torch
 from triforce_core.model.config import ModelConfig, RotationKind
 from triforce_core.model.elsewhere import CacheElsewhere, Place, Sums, batch_on, hidden_for, moved
 from triforce_core.model.fused import FusedLayer
+from triforce_core.model.heads.joins import Tapped
 from triforce_core.model.heads.taps import Taps
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.mixers import mixer_layer
@@ -143,7 +144,7 @@ class Model:
         chunk: number of rows that a layer computes at a time, None for all; the weights of each
             layer are requested once either way
         each_layer: called after each layer with its index
-        taps: takes copies of hidden states between layers
+        taps: takes copies of what a drafter takes
         """
         with same_bits(self._same_bits):
             hidden = self.embed(batch.tokens) if embedded is None else embedded
@@ -174,6 +175,8 @@ class Model:
                 hidden = hidden_for(layer, hidden, here)
                 # Also where the processor is the device: as it will be beside a GPU.
                 keeps = through if layer.by_processor else cache
+                if taps is not None:
+                    keeps = taps.over(keeps, index, spec.mixer)
                 for part in parts[self.config.rotation_of(spec.mixer)]:
                     rows, part = hidden[part.first : part.end], batch_on(part, hidden.device)
                     if spec.ngrams:
@@ -208,16 +211,28 @@ class Model:
         normed = normed_streams(self._norm, hidden, ends.norm, streams.count)
         return gated_mean(normed, *ends.mean, streams.count)
 
-    def no_states(self) -> torch.Tensor:
-        """Return hidden states of no tokens, [0, hidden]."""
-        return self.ends.norm.new_empty(0, self.config.width)
+    @property
+    def embedded_width(self) -> int:
+        """Numbers of a token's embedding."""
+        return self.config.hidden
 
-    def taps(self, layers: Sequence[int], *rows: range) -> Taps | None:
-        """Return taps for a forward of which some rows are copied; None if no layer is tapped."""
-        if not layers:
+    @property
+    def state_width(self) -> int:
+        """Numbers of a token's hidden states between layers; of a head, of the state before it."""
+        return self.config.width
+
+    def no_states(self) -> torch.Tensor:
+        """Return states of no tokens, [0, state_width]."""
+        return self.ends.norm.new_empty(0, self.state_width)
+
+    def taps(self, tapped: Tapped, *rows: range) -> Taps | None:
+        """Return taps for a forward of which some rows are copied; None if nothing is tapped."""
+        if not tapped:
             return None
-        width = len(layers) * self.config.width
-        return Taps(layers, self.ends.norm.new_empty(sum(map(len, rows)), width), rows)
+        heads = [self.config.layers[layer].mixer.kept for layer in tapped.keys]
+        numbers = len(tapped.layers) * self.config.width + sum(heads)
+        states = self.ends.norm.new_empty(sum(map(len, rows)), numbers)
+        return Taps(tapped, states, rows, self.config.width, heads)
 
     def scores(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [tokens, vocab] for normed hidden states, as `logits` does."""

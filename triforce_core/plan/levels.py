@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.parts.kept import kv_shape
-from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.shape import CopiedShape, KVShape
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
+from triforce_offload.weights.formats import ElementType
 
 # Number of rows of logits that `distributions` processes at a time.
 DISTRIBUTION_ROWS = 16
@@ -20,10 +21,10 @@ WINDOW = 256
 
 def window_tokens(config: ModelConfig, max_draft_tokens: int) -> int:
     """Return the capacity of a draft model's cache: sinks, window, and room for drafts, so that the
-    window rarely slides. A drafter of blocks has a window of its own, and room for a block.
+    window rarely slides. A drafter of blocks and an assistant have windows of their own.
     """
     joins = config.joins
-    if joins and joins.block:
+    if joins and joins.context:
         return joins.context + 2 * joins.block
     return min(config.trained_positions, SINKS + WINDOW + 2 * (max_draft_tokens + 1))
 
@@ -32,12 +33,31 @@ def small_model_shape(config: ModelConfig, like: KVShape) -> KVShape:
     return kv_shape(config, 1, like.dtype)
 
 
+def copied_shapes(
+    config: ModelConfig, dtype: ElementType, max_draft_tokens: int
+) -> tuple[CopiedShape, CopiedShape | None]:
+    """Return the shapes of the keys and values that an assistant copies of the model that it drafts
+    for: of a full-attention layer, and of a layer with a window, if it has one.
+    """
+    rows, lasts = max_draft_tokens + 1 + LONGEST_RECORDED, config.joins.context
+    full, windowed = config.attention, config.windowed
+    of_full = CopiedShape(full.kv_heads, full.head_dim, SINKS, lasts, rows, dtype)
+    if windowed is None:
+        return of_full, None
+    lasts = min(lasts, windowed.window)
+    return of_full, CopiedShape(windowed.kv_heads, windowed.head_dim, 0, lasts, rows, dtype)
+
+
 def small_model_parts_bytes(config: ModelConfig, like: KVShape, max_draft_tokens: int) -> int:
     """Return the device bytes of what a sequence has of a draft model: its window, and the states
     of a head.
     """
     tokens = window_tokens(config, max_draft_tokens)
-    window = dense_bytes(small_model_shape(config, like), tokens)
+    if config.joins and config.joins.copies_keys:
+        shapes = copied_shapes(config, like.dtype, max_draft_tokens)
+        window = sum(shape.nbytes for shape in shapes if shape)
+    else:
+        window = dense_bytes(small_model_shape(config, like), tokens)
     if config.joins:
         window += head_states_bytes(config, tokens, max_draft_tokens, like.dtype.itemsize)
     return window
@@ -53,9 +73,14 @@ def head_states_bytes(
     """
     rows, joins = max_draft_tokens + 1 + 2 * LONGEST_RECORDED, config.joins
     tapped = max(rows, window + SINKS) * joins.tapped_width(config.hidden)
-    # States of the tokens of the window, those before them, and a copy; a drafter of blocks keeps
-    # none of them.
-    states = 0 if joins.block else 3 * (window + SINKS) * config.width
+    # States of the tokens of the window, those before them, and a copy.
+    states = 3 * (window + SINKS) * config.width
+    if joins.block:
+        # It keeps none of them.
+        states = 0
+    elif joins.copies_keys:
+        # Those of the last tokens, and a copy; and the keys and values of some tokens, three times.
+        states = 2 * WINDOW * joins.width + 3 * BLOCK_STATES * joins.kept
     return (tapped + states) * itemsize
 
 

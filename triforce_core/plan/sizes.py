@@ -347,11 +347,12 @@ class ModelSizes:
             total += self.drafter_layouts.nbytes
             total += self.sequences * small_model_parts_bytes(self.drafter, shape, longest)
             total += distribution_bytes(self.drafter, 1)
-            if (joins := self.drafter.joins) and joins.owns_ends:
+            if (joins := self.drafter.joins) and joins.own_vocab:
                 # The model's token of each token of the head.
                 total += 8 * self.drafter.vocab
             numbers, itemsize = self._decoded_of_drafter, self.dtype.itemsize
-            total += drafter_bytes(self.drafter, numbers, itemsize, self.max_context)
+            context = self.max_context
+            total += drafter_bytes(self.drafter, numbers, itemsize, context, longest)
         if budget:
             chunk, context = self.method.chunk_size, self.max_context
             total += self.sequences * retrieval_bytes(
@@ -379,7 +380,7 @@ class ModelSizes:
                 rows = config.joins.recorded_rows if is_head else LONGEST_RECORDED
                 total += self._graph_bytes(config, rows)
                 total += graph_logits_bytes(config, rows, self.dtype.itemsize)
-                if is_head and config.joins.owns_ends:
+                if is_head and config.joins.own_vocab:
                     # Its logits are of all tokens of the model.
                     total += 4 * rows * self.config.vocab * 4
         if records_passes:

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import gguf
 import pytest
+from assistant_files import KINDS as OF_MODEL
+from assistant_files import RandomAssistant
 from command import run
 from dflash_files import KINDS, RandomDrafter
 from helpers import make_model
@@ -88,6 +90,26 @@ def test_a_dflash_drafter_of_the_usual_shape(capsys, tmp_path) -> None:
     assert one < 0.5 * usual["memory"]["drafting_bytes"]
     code, _, err = run(capsys, "plan", "nemotron-3-nano-30b-a3b", *base[1:], "--draft", "dflash")
     assert (code, "do not draft for nemotron_h models" in err) == (4, True), err
+
+
+def test_an_assistant_of_the_usual_shape_or_of_files(capsys, tiny, tmp_path) -> None:
+    base = ("gemma4-31b:q4_k_m", "--gpu", "rtx4090", "--context", 8192)
+    usual = figures(capsys, *base, "--draft", "assistant")
+    assert usual["seconds_per_token"] < 0.5 * figures(capsys, *base)["seconds_per_token"]
+    # .47 billion numbers in 16 bits (published: .94 GB).
+    assert 0.9e9 < usual["memory"]["drafting_bytes"] < 1.4e9
+    stored = figures(capsys, *base, "--draft", "assistant:Q4_K_M")["memory"]["drafting_bytes"]
+    assert stored < 0.6 * usual["memory"]["drafting_bytes"]
+    two = figures(capsys, *base, "--gpus", 2, "--draft", "assistant")["memory"]["drafting_bytes"]
+    assert two < 0.65 * usual["memory"]["drafting_bytes"]
+    code, _, err = run(capsys, "plan", "llama3.1-8b", *base[1:], "--draft", "assistant")
+    assert (code, "assistants for Gemma 4, not for llama" in err) == (4, True), err
+    path, model = tiny("gemma4")
+    made = RandomAssistant(model, tmp_path / "a", OF_MODEL["usual"])
+    base = (path, "--gpu", "rtx4090", "--context", 200, "--new-tokens", 10, "--dtype", "bfloat16")
+    held = figures(capsys, *base, "--draft", made.directory)
+    (made.directory / "model.safetensors").unlink()
+    assert figures(capsys, *base, "--draft", made.directory) == held
 
 
 def test_a_drafter_is_planned_as_its_files_store_it(capsys, tmp_path) -> None:

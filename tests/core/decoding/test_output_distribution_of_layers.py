@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import assistant_files
 import dflash_files
 import pytest
 import torch
@@ -80,6 +81,14 @@ WITH_DFLASH: dict[str, dict[str, object]] = {
     "dflash, trees": {"method": "speculative", "draft": "{blocks}", "tree": 7},
     "retrieval, dflash": {"draft": "{blocks}", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
 }
+# Likewise, an assistant, which attends to keys of the model.
+WITH_ASSISTANT: dict[str, dict[str, object]] = {
+    "assistant": {"method": "speculative", "draft": "{assistant}", "draft_tokens": 2},
+    "assistant, trees": {"method": "speculative", "draft": "{assistant}", "tree": 7},
+    "retrieval, assistant": {
+        **{"draft": "{assistant}", "budget": 8, "chunk_size": 4, "draft_tokens": 2}
+    },
+}
 OPTIONS = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}
 SAMPLES = 2_000
 
@@ -98,6 +107,10 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[P
                 model, path / "head", Made(tokens=VOCAB // 2, tapped=(0, 1), style="speculators")
             )
             dflash_files.RandomDrafter(model, path / "blocks", BLOCKS)
+        if family == "gemma4":
+            assistant_files.RandomAssistant(
+                model, path / "assistant", assistant_files.KINDS["usual"]
+            )
         with Engine.from_pretrained(path, method="autoregressive", **OPTIONS) as plain:
             found[family] = path, distribution_of_engine(plain)
     return found
@@ -118,6 +131,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("qwen4_exp-moe", "mtp, trees", SAMPLES // 5),
         pytest.param("qwen4_exp-moe", "mtp", SAMPLES, marks=pytest.mark.slow),
         ("gemma3", "dflash, trees", SAMPLES // 5),
+        ("gemma4", "assistant, trees", SAMPLES // 5),
         pytest.param("gemma4", "retrieval", SAMPLES // 5, marks=pytest.mark.slow),
         *(
             pytest.param(family, way, SAMPLES, marks=pytest.mark.slow)
@@ -127,15 +141,16 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(pytest.param("qwen3_5", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_HEAD),
         *(pytest.param("gemma3", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_EAGLE3),
         *(pytest.param("gemma3", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_DFLASH),
+        *(pytest.param("gemma4", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_ASSISTANT),
     ],
 )
 def test_three_tokens_have_the_exact_distribution(
     distributions, drafter: Path, family: str, way: str, samples: int
 ) -> None:
     path, exact = distributions[family]
-    options = dict((WAYS | WITH_HEAD | WITH_EAGLE3 | WITH_DFLASH)[way])
-    draft = str(options.get("draft", "ngram"))
-    options["draft"] = draft.format(drafter=drafter, head=path / "head", blocks=path / "blocks")
+    options = dict((WAYS | WITH_HEAD | WITH_EAGLE3 | WITH_DFLASH | WITH_ASSISTANT)[way])
+    own = {name: path / name for name in ("head", "blocks", "assistant")}
+    options["draft"] = str(options.get("draft", "ngram")).format(drafter=drafter, **own)
     assert exact.max() < 0.3, "no text is certain"
     counts: Counter = Counter()
     accepted: Counter = Counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import assistant_files
 import dflash_files
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tiny_families import FAMILIES, WITH_EXPERTS
 from triforce_core import Engine
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.drafters.assistant import AssistantDrafter
 from triforce_core.decoding.drafters.block import BlockDrafter
 from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_offload.kv.store import KVStore
@@ -183,6 +185,33 @@ def test_recorded_heads_compute_what_eager_ones_do(
     run, logits = HeadDrafter.run, []
     monkeypatch.setattr(
         HeadDrafter, "run", lambda *given: logits[-1].append(run(*given).clone()) or logits[-1][-1]
+    )
+    recorder, texts = ReplayRecorder(), []
+    for how in (None, recorder):
+        logits.append([])
+        with engine(tmp_path, how, **options) as ours:
+            texts.append(ours.generate(PROMPT, greedy(30)).token_ids)
+    assert texts[0] == texts[1]
+    assert len(logits[0]) == len(logits[1]) > 30
+    for eager, recorded in zip(*logits, strict=True):
+        torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
+    assert recorder.replayed > 30
+
+
+@pytest.mark.parametrize("draft", [{"draft_tokens": 5, "tree": "off"}, {"tree": 30}])
+@pytest.mark.parametrize("kind", assistant_files.KINDS)
+def test_recorded_assistants_compute_what_eager_ones_do(
+    tmp_path, monkeypatch, kind: str, draft: dict[str, object]
+) -> None:
+    """With padding behind their rows, and with what recorded passes show of the model's keys."""
+    model = make_model("gemma4", tmp_path)
+    made = assistant_files.RandomAssistant(model, tmp_path / "a", assistant_files.KINDS[kind])
+    options = {"method": "speculative", "draft": str(made.directory), **draft}
+    run, logits = AssistantDrafter.run, []
+    monkeypatch.setattr(
+        AssistantDrafter,
+        "run",
+        lambda *given: logits[-1].append(run(*given).clone()) or logits[-1][-1],
     )
     recorder, texts = ReplayRecorder(), []
     for how in (None, recorder):

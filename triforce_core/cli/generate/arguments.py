@@ -320,8 +320,8 @@ def _add_method(group: Options) -> None:
     add(
         "draft",
         "the drafter: ngram looks tokens up in the text, mtp is the model's own MTP head, MODEL is "
-        "a small model with the same vocabulary, an EAGLE-3 head or a DFlash drafter; auto is mtp "
-        "if the files have a head that fits and pays, else ngram",
+        "a small model with the same vocabulary, an EAGLE-3 head, a DFlash drafter or an assistant "
+        "of Gemma 4; auto is mtp if the files have a head that fits and pays, else ngram",
         metavar="auto|ngram|mtp|none|MODEL",
     )
     add(

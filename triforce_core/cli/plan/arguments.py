@@ -148,10 +148,11 @@ def _add_drafting(parser: argparse.ArgumentParser) -> None:
     add("--method", choices=METHODS, help="method to plan (default: the fastest)")
     add(
         "--draft",
-        metavar="ngram|mtp|eagle3|dflash|none|MODEL",
-        help="drafter: MODEL is a small model, an EAGLE-3 head or a DFlash drafter; eagle3 and "
-        "dflash plan one of the usual shape, dflash:Q4_K_M a quantised one (default: the MTP head "
-        "of models that have one, else n-grams)",
+        metavar="ngram|mtp|eagle3|dflash|assistant|none|MODEL",
+        help="drafter: MODEL is a small model, an EAGLE-3 head, a DFlash drafter or an assistant "
+        "of Gemma 4; eagle3, dflash and assistant plan one of the usual shape, dflash:Q4_K_M and "
+        "assistant:Q4_K_M a quantised one (default: the MTP head of models that have one, else "
+        "n-grams)",
     )
     add("--budget", type=tokens, metavar="TOKENS", help="tokens in the retrieval cache")
     add("--draft-tokens", type=int, metavar="N", help="tokens drafted for each pass")

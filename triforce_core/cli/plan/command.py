@@ -14,13 +14,8 @@ from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.plan.run_command import run_command
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import WARNING, say
-from triforce_core.model.checkpoints.drafters.dflash import (
-    PADDING,
-    typical_dflash,
-    typical_pieces,
-)
-from triforce_core.model.checkpoints.drafters.eagle3 import typical_eagle3
-from triforce_core.model.checkpoints.drafters.found import head_at, planned_head
+from triforce_core.model.checkpoints.drafters.dflash import PADDING
+from triforce_core.model.checkpoints.drafters.found import head_at, planned_head, typical_head
 from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.found.hub import cached
@@ -45,7 +40,6 @@ from triforce_core.settings import (
     AUTO,
     DEFAULT_BUDGET,
     DENSE,
-    EAGLE3,
     MOST_DRAFT_TOKENS,
     MTP,
     NGRAM,
@@ -195,11 +189,8 @@ def _drafter(draft: str | Path, config: ModelConfig) -> tuple[ModelConfig | None
         return None, None
     if draft == MTP:
         return mtp_config(config), None
-    if draft == EAGLE3:
-        return typical_eagle3(config), None
     if of_usual_shape(draft):
-        drafter, (_, colon, mix) = typical_dflash(config), str(draft).partition(":")
-        return drafter, typical_pieces(drafter, mix) if colon else None
+        return typical_head(str(draft), config)
     path = local(draft) or cached(str(draft))
     if path is not None and (raw := head_at(path)) is not None:
         return planned_head(path, raw, config)
@@ -211,8 +202,8 @@ def _drafter(draft: str | Path, config: ModelConfig) -> tuple[ModelConfig | None
         if str(draft).count("/") != 1:
             raise
         raise UsageError(
-            f"{error}. If it is a head on the hub, download it first; --draft dflash and --draft "
-            "eagle3 plan one of the usual shape"
+            f"{error}. If it is a head on the hub, download it first; --draft dflash, --draft "
+            "eagle3 and --draft assistant plan one of the usual shape"
         ) from error
     if abs(found.vocab - config.vocab) > PADDING:
         raise UsageError(

@@ -38,8 +38,8 @@ class Context:
     link_when_prefilled, passes_when_prefilled: counters at the end of the last prefill
     tells_logits: whether to keep the logits of each pass
     logits: logits of the last pass, [rows, vocab] float32, if `tells_logits`
-    tapped: hidden states of the last pass between layers, [rows, taps * hidden], until some are
-        kept; None if nothing drafts from them
+    tapped: what the drafter takes of the last pass, see `Taps.states`, until some rows are kept;
+        None if it takes nothing
     number: identifies this context on all ranks
     tell: sends calls to the other ranks
     """
@@ -294,13 +294,13 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
     model, passes = contexts[0].model, contexts[0].models.runtime.passes
     sequences = [context.sequence for context in contexts]
     batches = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
-    batch, tapped_layers = ForwardBatch.side_by_side(batches), contexts[0].levels.taps
+    batch, taken = ForwardBatch.side_by_side(batches), contexts[0].levels.taps
     _tell_pass(contexts, asks, batch)
     passes.begin(sequences)
     if len(contexts) == 1 and contexts[0].recorded.fits(batch.rows):
-        hidden, states = contexts[0].recorded.run(batch, tapped_layers)
+        hidden, states = contexts[0].recorded.run(batch, taken)
     else:
-        taps = model.taps(tapped_layers, range(batch.rows))
+        taps = model.taps(taken, range(batch.rows))
         hidden = model.forward(batch, passes.weights, passes.cache(sequences), taps=taps)
         states = taps and taps.states
     for sequence, ask in zip(sequences, asks, strict=True):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
 from triforce_core.decoding.recorded import RecordedForwards, forwards_of, padded
+from triforce_core.model.heads.joins import NOTHING, Tapped
 from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_offload.forward_batch import ForwardBatch, lines_of, visible_rows
 from triforce_offload.kv.caches.fixed import FixedPass
@@ -31,7 +30,7 @@ class RecordedPasses:
         # What the forwards were recorded for: the version of the KV, addresses of blocks, taps.
         self._version = -1
         self._addresses: torch.Tensor | None = None
-        self._taps: tuple[int, ...] = ()
+        self._taps = NOTHING
         self._all_here = False
 
     def fits(self, rows: int) -> bool:
@@ -51,14 +50,12 @@ class RecordedPasses:
             self._addresses = addresses
         return self._all_here
 
-    def run(
-        self, batch: ForwardBatch, taps: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a pass that `fits`. Return the hidden states of its rows, and those between the
-        layers `taps`, or None. Both are valid until the next pass.
+    def run(self, batch: ForwardBatch, taps: Tapped) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a pass that `fits`. Return the hidden states of its rows, and what is tapped of them,
+        or None. Both are valid until the next pass.
         """
-        if self._forwards is None or tuple(taps) != self._taps:
-            self._taps = tuple(taps)
+        if self._forwards is None or taps != self._taps:
+            self._taps = taps
             self._forwards = self._new()
         size = min(padded(batch.rows), self._sequence.kv.max_pass_tokens)
         rows = None

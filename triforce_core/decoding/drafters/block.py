@@ -10,21 +10,19 @@ from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import limited
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
-from triforce_core.decoding.drafters.of_states import DrafterOfStates
+from triforce_core.decoding.drafters.of_states import DrafterOfStates, Given
 from triforce_core.decoding.recorded import Inputs, RecordedForwards, padded
 from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.heads.dflash import Block, DFlashModel
 from triforce_core.plan.levels import BLOCK_STATES
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.graphs import Recorder
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.fixed import FixedDense
-from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import put
 from triforce_offload.weights.store import ResidentWeights
 
 
-class BlockDrafter(DrafterOfStates):
+class BlockDrafter(DrafterOfStates[DenseKV]):
     """A drafter on a text. It keeps the keys and values of the text's recent tokens, which come
     from the hidden states of the level above. One forward over a block, behind these, gives the
     distributions of all drafted tokens; with a selector they depend on the token before.
@@ -35,30 +33,12 @@ class BlockDrafter(DrafterOfStates):
 
     first = 0
 
-    def __init__(
-        self,
-        model: DFlashModel,
-        weights: ResidentWeights,
-        kv: DenseKV,
-        trace: Tracer,
-        tell: Callable[[calls.ContextCall], None],
-        release: Callable[[], None],
-        recorder: Recorder | None = None,
-    ) -> None:
-        """kv: room for the recent tokens and a block
-        tell: sends a call to the other ranks
-        release: returns the room for states to the budget
-        recorder: None to run everything eagerly
-        """
-        self.device = model.device
-        self.taps = model.tapped
+    def __init__(self, given: Given[DenseKV]) -> None:
+        """The KV has room for the recent tokens and a block."""
+        super().__init__(given)
+        self._model: DFlashModel = given.model
+        model = self._model
         self.window = model.join.context
-        self._model = model
-        self._weights = weights
-        self._kv = kv
-        self._trace = trace
-        self._tell = tell
-        self._release = release
         # Position of the first token whose keys the KV has.
         self._begin = 0
         self._rows = model.join.rows
@@ -66,11 +46,12 @@ class BlockDrafter(DrafterOfStates):
         # What the last block predicts, and how many of its positions were asked for.
         self._block: Block | None = None
         self._asked = 0
-        self._recorded: RecordedForwards[Block] | None = None
-        if recorder is not None and model.recordable:
-            cache = FixedDense(kv, model.device)
-            compute = _forwards_of(model, weights, cache)
-            self._recorded = RecordedForwards(model, cache, compute, recorder, "DFlash")
+        if given.recorder is not None and model.recordable:
+            cache = FixedDense(self._kv, model.device)
+            compute = _forwards_of(model, self._weights, cache)
+            self._recorded: RecordedForwards[Block] | None = RecordedForwards(
+                model, cache, compute, given.recorder, "DFlash"
+            )
 
     @property
     def most(self) -> int:
@@ -104,9 +85,8 @@ class BlockDrafter(DrafterOfStates):
 
     def close(self) -> None:
         """Drafter.close."""
-        self._recorded = self._block = None
-        self._kv.close()
-        self._release()
+        self._block = None
+        super().close()
 
     def catch_up(self, text: Text, count: int) -> torch.Tensor | None:
         """ModelDrafter.catch_up."""

@@ -11,21 +11,26 @@ import torch
 
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.models import Models, SmallModel
+from triforce_core.decoding.drafters.assistant import AssistantDrafter
 from triforce_core.decoding.drafters.block import BlockDrafter
 from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_core.decoding.drafters.ngram import NGramDrafter
-from triforce_core.decoding.drafters.of_states import DrafterOfStates
+from triforce_core.decoding.drafters.of_states import DrafterOfStates, Given
 from triforce_core.decoding.drafters.resident import ResidentModel
 from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_core.decoding.drafters.small_model import SmallModelDrafter, WindowCache
 from triforce_core.decoding.levels import Drafter, Nothing
+from triforce_core.model.heads.assistant import AssistantModel
 from triforce_core.model.heads.dflash import DFlashModel
+from triforce_core.model.heads.joins import NOTHING, Tapped
 from triforce_core.model.heads.taps import Taps
 from triforce_core.plan.levels import (
     LONGEST_RECORDED,
+    copied_shapes,
     fitting_budget,
     head_states_bytes,
 )
+from triforce_offload.kv.caches.copied import CopiedKV
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.direct import reader
 from triforce_offload.kv.gather import ChunkReader
@@ -97,9 +102,9 @@ class DraftLevels:
         self.drafter.run(call.tokens, call.start, call.parents)
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers of the target whose input the drafter takes; empty if it takes none."""
-        return self.drafter.taps if isinstance(self.drafter, DrafterOfStates) else ()
+    def taps(self) -> Tapped:
+        """What the drafter takes of forwards of the target."""
+        return self.drafter.taps if isinstance(self.drafter, DrafterOfStates) else NOTHING
 
     def taps_of_prompt(self, start: int, rows: int) -> Taps | None:
         """Return taps for a prefill of `rows` tokens of the text, from `start` on."""
@@ -110,8 +115,8 @@ class DraftLevels:
         return self._models.target.taps(self.taps, first, last)
 
     def note(self, start: int, taps: Taps) -> None:
-        """Take the target's hidden states of rows of the text's tokens, of which the first is that
-        of `start`.
+        """Take what a forward of the target showed of rows of the text's tokens, of which the first
+        is that of `start`.
         """
         for rows, states in taps.parts():
             if rows:
@@ -229,19 +234,25 @@ def _of_states(
 ) -> DrafterOfStates:
     """Return the drafter of a head. Raises DoesNotFitError."""
     runtime, model = models.runtime, small.model
-    longest = runtime.plan.requirements.max_draft_tokens
+    memory, longest = runtime.memory, runtime.plan.requirements.max_draft_tokens
     itemsize = small.shape.dtype.itemsize
     nbytes = head_states_bytes(model.config, small.capacity, longest, itemsize)
-    states = runtime.memory.reserve(nbytes, "drafter cache")
-    release = partial(runtime.memory.free, states)
+    states = memory.reserve(nbytes, "drafter cache")
+    release = partial(memory.free, states)
     with ExitStack() as stack:
         stack.callback(release)
-        kv = DenseKV(small.shape, small.capacity, runtime.memory, "drafter cache")
+        if isinstance(model, AssistantModel):
+            shapes = copied_shapes(model.config, small.shape.dtype, longest)
+            kv = CopiedKV(*shapes, memory, "drafter cache")
+        else:
+            kv = DenseKV(small.shape, small.capacity, memory, "drafter cache")
         stack.pop_all()
-    weights = ResidentWeights(small.store)
-    # Plans have memory for recordings of a head beside those of other forwards alone.
-    recorder = models.recorder if models.budget or models.records_passes else None
     # Ranks have parts of a head that they divide; other heads are on the first rank alone.
     tell = tell if small.joins.divided else calls.silent
-    kind = BlockDrafter if isinstance(model, DFlashModel) else HeadDrafter
-    return kind(model, weights, kv, runtime.trace, tell, release, recorder)
+    # Plans have memory for recordings of a head beside those of other forwards alone.
+    recorder = models.recorder if models.budget or models.records_passes else None
+    weights = ResidentWeights(small.store)
+    given = Given(model, weights, kv, runtime.trace, tell, release, recorder)
+    if isinstance(model, AssistantModel):
+        return AssistantDrafter(given, longest)
+    return (BlockDrafter if isinstance(model, DFlashModel) else HeadDrafter)(given)

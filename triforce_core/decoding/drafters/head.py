@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import limited
 from triforce_core.decoding.drafters.drafted_rows import DraftedRows, TreeRows
-from triforce_core.decoding.drafters.of_states import DrafterOfStates
+from triforce_core.decoding.drafters.of_states import Given, TokenDrafter
 from triforce_core.decoding.recorded import Inputs, RecordedForwards, fits, padded
-from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.heads.head import After, Head
 from triforce_core.model.heads.joins import LONGEST_RECORDED_HEAD
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.graphs import Recorder
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.fixed import FixedDense
-from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import put
 from triforce_offload.weights.store import ResidentWeights
 
@@ -40,71 +36,37 @@ class _Pairs(NamedTuple):
     rows: TreeRows | None = None
 
 
-class HeadDrafter(DrafterOfStates):
+class HeadDrafter(TokenDrafter[DenseKV]):
     """A head on a text. It runs pairs of a token and the state of the token before.
 
     To draft several tokens, the head is applied to its own output. It attends to the first and the
     recent pairs of the text; pairs with a state of its own are forgotten after each draft.
-
-    If ranks divide the head, each has a part of it, and a drafter that knows the same states. The
-    first rank decides which pairs run, and tells the others.
     """
 
     first = SINKS
 
-    def __init__(
-        self,
-        head: Head,
-        weights: ResidentWeights,
-        kv: DenseKV,
-        trace: Tracer,
-        tell: Callable[[calls.ContextCall], None],
-        release: Callable[[], None],
-        recorder: Recorder | None = None,
-    ) -> None:
-        """kv: room for pairs: the first ones, the recent ones and a draft
-        tell: sends a call to the other ranks
-        release: returns the room for states to the budget
-        recorder: None to run everything eagerly
-        """
-        self._head = head
-        self._weights = weights
-        self._kv = kv
-        self._trace = trace
-        self._tell = tell
-        self._release = release
+    def __init__(self, given: Given[DenseKV]) -> None:
+        """The KV has room for pairs: the first ones, the recent ones and a draft."""
+        super().__init__(given)
+        self._head: Head = given.model
+        head, kv = self._head, self._kv
         # Positions and tokens of the pairs that the KV has, with states of the level above.
         self._places: list[int] = []
         self._ran: list[int] = []
         # States of the first tokens, and of the recent ones from position `_begin` on.
         self._firsts = self._recent = head.no_states()
         self._begin = 0
-        self._start: tuple[int, int, int] | None = None
-        # The drafted rows that were run, and the state after the text's last pair and after each of
-        # them, with the position of the token after the text.
+        # How the drafted rows that were run follow one another, behind the token at `_end`.
         self._drafted = DraftedRows()
-        self._states = head.no_states()
         self._end = 0
-        # Index of each row of a tree among the drafted rows.
-        self._ran_rows: dict[int, int] = {}
         # Rows of the largest tree, with padding.
         self._most_rows = self.most + LONGEST_RECORDED_HEAD
-        self._recorded: RecordedForwards[After] | None = None
-        if recorder is not None and head.recordable:
+        if given.recorder is not None and head.recordable:
             cache = FixedDense(kv, head.device)
-            self._recorded = RecordedForwards(
-                *(head, cache, _forwards_of(head, weights, cache), recorder, "head"),
-                has_states=True,
+            compute = _forwards_of(head, self._weights, cache)
+            self._recorded: RecordedForwards[After] | None = RecordedForwards(
+                *(head, cache, compute, given.recorder, "head"), has_states=True
             )
-
-    @property
-    def device(self) -> torch.device:
-        return self._head.device
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """See `Head.tapped`."""
-        return self._head.tapped
 
     @property
     def most(self) -> int:
@@ -137,12 +99,6 @@ class HeadDrafter(DrafterOfStates):
         self._firsts = self._firsts[:tokens]
         self._recent = self._recent[: max(0, tokens - self._begin)]
 
-    def close(self) -> None:
-        """Drafter.close."""
-        self._recorded = None
-        self._kv.close()
-        self._release()
-
     def catch_up(self, text: Text, count: int) -> torch.Tensor | None:
         """Make room for a draft of `count` tokens. Return the tokens of the text whose pairs must
         run first; None if the state before the last token is not known.
@@ -171,49 +127,25 @@ class HeadDrafter(DrafterOfStates):
         self._ran += [tokens[place] for place in new]
         return put([tokens[place] for place in new], self.device)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """ModelDrafter.forward: run the pairs that `catch_up` prepared, or a drafted token [1]."""
-        start, self._start = self._start, None
-        return self._run_on_all(calls.RunHead(tokens, start, None))
-
-    def forward_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
-        """ModelDrafter.forward_tree: the given rows alone."""
-        ran = {0: -1} | self._ran_rows
-        parents = tuple(ran[tree.parents[row - 1]] for row in rows)
-        held = len(self._drafted)
-        self._ran_rows |= {row: held + place for place, row in enumerate(rows)}
-        tokens = put([tree.tokens[row - 1] for row in rows], self.device)
-        return self._run_on_all(calls.RunHead(tokens, None, parents))
-
-    def _run_on_all(self, call: calls.RunHead) -> torch.Tensor:
-        """Run a call on every rank that has a part of the head."""
-        self._tell(call)
-        return self.run(call.tokens, call.start, call.parents)
-
     def run(
         self,
         tokens: torch.Tensor,
         start: tuple[int, ...] | None,
         parents: tuple[int, ...] | None,
     ) -> torch.Tensor:
-        """Do what `forward` and `forward_tree` do on this rank. Ranks but the first return no
-        logits, [rows, 0].
+        """TokenDrafter.run.
 
         start: number of pairs in the KV before these, of pairs of the text's first tokens, and the
-            position of the first recent one; None for drafted tokens
-        parents: for each drafted token the drafted row that it follows, or -1 for the text; None
-            for a chain after the last row
+            position of the first recent one
         """
         pairs = self._of_text(tokens, start) if start else self._of_draft(tokens, parents)
         count = tokens.shape[0]
         with self._trace.compute("head", tokens=count):
             after = self._after(pairs, last=start is not None)
             self._kv.keep(range(count))
-            if start:
-                self._states = after.state
-            else:
+            if not start:
                 self._drafted.keep(range(count))
-                self._states = torch.cat((self._states, after.state))
+            self._have_run(after, of_text=start is not None)
             # A grammar may leave only tokens that the head does not know.
             return limited(after.logits)
 
@@ -240,7 +172,6 @@ class HeadDrafter(DrafterOfStates):
         known = self._firsts[:firsts], self._recent[before : before + len(recent)]
         places = [*self._head.first_positions(firsts, begin), *recent]
         self._drafted.forget()
-        self._ran_rows = {}
         self._end = recent.stop
         return _Pairs(tokens, put(places, self.device), torch.cat(known))
 
@@ -250,13 +181,7 @@ class HeadDrafter(DrafterOfStates):
         rows = self._drafted.follow(count, parents, self._end)
         places = list(range(self._end + held, self._end + held + count))
         positions = put(places if rows is None else rows.positions, self.device)
-        states = self._states[-1:]
-        if parents is not None:
-            states = self._states[put([parent + 1 for parent in parents], self.device)]
-        return _Pairs(tokens, positions, states, rows)
-
-    def have_drawn(self, tokens: torch.Tensor) -> None:
-        """See SmallModelDrafter. Pairs of drafted tokens run again with other states."""
+        return _Pairs(tokens, positions, self._before(parents), rows)
 
 
 def _forwards_of(

@@ -8,6 +8,7 @@ import torch
 
 from triforce_core.decoding.drafters.drafted_rows import TreeRows
 from triforce_core.decoding.recorded import RecordedForwards, fits, forwards_of, padded
+from triforce_core.model.heads.joins import NOTHING, Tapped
 from triforce_core.model.transformer import Model
 from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_offload.forward_batch import ForwardBatch
@@ -22,8 +23,7 @@ from triforce_offload.weights.store import ResidentWeights
 class ResidentModel:
     """Forwards of a model over a DenseKV, to logits. A recorded forward serves every request.
 
-    tapped: hidden states of the last forward's rows between layers, [rows, taps * hidden], if some
-        are tapped; valid until the next
+    tapped: what a drafter takes of the last forward's rows, see `Taps.states`; valid until the next
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class ResidentModel:
         trace: Tracer,
         name: str,
         *,
-        taps: Sequence[int] = (),
+        taps: Tapped = NOTHING,
         drafted: int = 0,
     ) -> None:
         """recorder: None to run everything eagerly
         name: name of the forwards in a trace
-        taps: layers of which each forward of `logits` keeps the input, see `Taps`
+        taps: what each forward of `logits` keeps for a drafter
         drafted: number of rows of the largest tree that recorded forwards continue
         """
         self.tapped: torch.Tensor | None = None

@@ -145,7 +145,12 @@ def refuse_drafters(architecture: object, where: str = "") -> None:
 
     where: with what the message begins
     """
-    for drafts, what in (("eagle3", "an EAGLE-3 head"), ("dflash", "a DFlash drafter")):
+    kinds = {
+        "eagle3": "an EAGLE-3 head",
+        "dflash": "a DFlash drafter",
+        "assistant": "an assistant of Gemma 4",
+    }
+    for drafts, what in kinds.items():
         if drafts in str(architecture).lower():
             raise UnsupportedModelError(
                 f"{where}{what} is no model of its own: it drafts for one (--draft)"

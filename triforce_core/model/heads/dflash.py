@@ -41,12 +41,12 @@ class DFlashModel(Model):
     """A drafter. Tokens of the text enter as hidden states of the model, tokens of a block as
     embeddings. Ranks that share the model share its layers.
 
-    tapped: the layers of the model whose input it takes, see `Join.taps`
+    tapped: what it takes of the model's forwards
     """
 
     def __init__(self, config: ModelConfig, target: Model, own: OwnTensors) -> None:
         self.join = config.joins
-        self.tapped = self.join.tapped
+        self.tapped = self.join.taps(len(target.config.layers))
         self._own = own.tensors
         self._vocab = target.config.vocab
         ends = replace(target.ends, norm=own.tensors["norm"])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.heads.joins import Tapped
 from triforce_core.model.rope import Rope
 from triforce_core.model.transformer import Ends, Model
 from triforce_kernels.weights.linear import Weight, linear
@@ -43,10 +44,10 @@ class After(NamedTuple):
 class Head(Model, ABC):
     """A layer that continues a model. It runs pairs of a token and the state of the token before.
 
-    tapped: the layers of the model whose input it takes, see `Join.taps`
+    tapped: what it takes of the model's forwards
     """
 
-    tapped: tuple[int, ...]
+    tapped: Tapped
 
     @abstractmethod
     def states(self, tapped: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,30 @@ from typing import ClassVar
 from triforce_core.model.feed_forward import Shapes
 from triforce_core.model.parts.specs import Streams
 
+# Number of tokens of the text of which an assistant has keys and values, the last ones, beside the
+# first.
+ASSISTANT_CONTEXT = 2048
 # Number of rows of the largest forward of a head that is recorded as a graph, unless it computes
 # blocks. It computes logits of all its rows.
 LONGEST_RECORDED_HEAD = 8
+
+
+@dataclass(frozen=True)
+class Tapped:
+    """What a drafter takes of each row of a model's forward.
+
+    layers: the layers whose input it takes; the number of layers stands for the output of the last
+    keys: the attention layers whose keys and values it takes, before their rotation
+    """
+
+    layers: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.layers or self.keys)
+
+
+NOTHING = Tapped()
 
 
 class Join(ABC):
@@ -26,6 +47,7 @@ class Join(ABC):
     name: its name as a level
     in_words: what messages call it
     owns_ends: whether the head has an output matrix of its own; otherwise it uses the model's
+    own_vocab: whether it has a vocabulary of its own
     divided: whether ranks divide it; otherwise it is whole on the first rank
     in_own_files: whether it has files of its own
     """
@@ -33,6 +55,7 @@ class Join(ABC):
     name: ClassVar[str]
     in_words: ClassVar[str]
     owns_ends: ClassVar[bool]
+    own_vocab: ClassVar[bool] = False
     divided: ClassVar[bool]
     in_own_files: ClassVar[bool] = True
 
@@ -40,6 +63,11 @@ class Join(ABC):
     def block(self) -> int:
         """Number of rows that it computes at once for a draft; 0 if it drafts token by token."""
         return 0
+
+    @property
+    def copies_keys(self) -> bool:
+        """Whether it attends to keys and values of the model, of which it has copies."""
+        return False
 
     @property
     def recorded_rows(self) -> int:
@@ -54,10 +82,8 @@ class Join(ABC):
         return None
 
     @abstractmethod
-    def taps(self, layers: int) -> tuple[int, ...]:
-        """Return the layers of the model whose input the head takes; `layers`, the number of
-        layers, stands for the output of the last.
-        """
+    def taps(self, layers: int) -> Tapped:
+        """Return what the head takes of the model's forwards. layers: number of its layers"""
 
     @abstractmethod
     def tapped_width(self, hidden: int) -> int:
@@ -84,6 +110,13 @@ class Join(ABC):
         """Return the shape of the head's own embedding; empty if it uses the model's."""
         return {}
 
+    def on_share(self, rows: int) -> Join:
+        """Return the kind of head that a rank has if ranks divide the head.
+
+        rows: vocabulary rows of the rank
+        """
+        return self
+
     def on_ranks(self, count: int, vocab: int) -> Join:
         """Return the kind of head that ranks have. A head that is whole on the first rank needs an
         embedding of its own there, because ranks divide the model's.
@@ -105,8 +138,8 @@ class Mtp(Join):
     owns_ends = False
     divided = True
 
-    def taps(self, layers: int) -> tuple[int, ...]:
-        return (layers,)
+    def taps(self, layers: int) -> Tapped:
+        return Tapped((layers,))
 
     def tapped_width(self, hidden: int) -> int:
         return hidden
@@ -163,11 +196,11 @@ class Eagle3(Join):
 
     name = "eagle3"
     in_words = "EAGLE-3 head"
-    owns_ends = True
+    owns_ends = own_vocab = True
     divided = False
 
-    def taps(self, layers: int) -> tuple[int, ...]:
-        return self.tapped
+    def taps(self, layers: int) -> Tapped:
+        return Tapped(self.tapped)
 
     def tapped_width(self, hidden: int) -> int:
         return len(self.tapped) * self.width
@@ -263,8 +296,8 @@ class DFlash(Join):
     def context(self) -> int:
         return self.attends
 
-    def taps(self, layers: int) -> tuple[int, ...]:
-        return self.tapped
+    def taps(self, layers: int) -> Tapped:
+        return Tapped(self.tapped)
 
     def tapped_width(self, hidden: int) -> int:
         return len(self.tapped) * self.width
@@ -285,3 +318,56 @@ class DFlash(Join):
             return own
         table = vocab, selector.rank
         return {**own, "before": table, "after": table, "gate": (selector.rank, hidden)}
+
+
+@dataclass(frozen=True)
+class Assistant(Join):
+    """An assistant of Gemma 4 (Google, 2026; transformers' `Gemma4AssistantForCausalLM`), in files
+    of its own: narrow layers that attend to keys and values of the model, and compute none. The
+    first takes a product with the token's embedding and the state, both as wide as the model. The
+    next state is a product with the output.
+
+    width: width of the model
+    keys: the last layer of the model without a window, and the last with one, to which layers with
+        and without attend; the second only if a layer has a window
+    kept: numbers of a token's keys and values in these layers of the whole model
+    rows: rows of the output matrix, or of a rank's part of it
+    """
+
+    width: int
+    keys: tuple[int, ...]
+    kept: int
+    rows: int
+
+    name = "assistant"
+    in_words = "assistant"
+    owns_ends = True
+    divided = True
+
+    @property
+    def copies_keys(self) -> bool:
+        return True
+
+    @property
+    def context(self) -> int:
+        return ASSISTANT_CONTEXT
+
+    def taps(self, layers: int) -> Tapped:
+        return Tapped((layers,), self.keys)
+
+    def tapped_width(self, hidden: int) -> int:
+        return self.width + self.kept
+
+    def of_layer(self, shapes: Shapes, hidden: int) -> Shapes:
+        return shapes
+
+    def on_share(self, rows: int) -> Assistant:
+        return replace(self, rows=rows)
+
+    def ends(self, hidden: int, vocab: int) -> Shapes:
+        return {
+            "norm": (hidden,),
+            "head": (self.rows, hidden),
+            "join": (hidden, 2 * self.width),
+            "state": (self.width, hidden),
+        }

@@ -139,7 +139,7 @@ def _projections(mixer: Mixer) -> list[tuple[str, int]]:
         case Attention():
             queries = mixer.queries * (1 + mixer.output_gate)
             qkv = [("q", queries), ("k", mixer.keys), ("v", mixer.keys)]
-            qkv = qkv if mixer.projects_values else qkv[:2]
+            qkv = qkv[: mixer.projections]
             gate = [("gate", mixer.heads)] if mixer.head_gate else []
             return [*qkv, *gate, *([("index", mixer.index.rows)] if mixer.index else [])]
         case DeltaNet():

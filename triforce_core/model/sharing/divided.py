@@ -105,7 +105,7 @@ class DividedAttention:
             first = queries
             if whole.output_gate:
                 first = _columns(self.heads.queries[rank], 2 * whole.head_dim)
-            found = [Window(first), Window(keys), Window(keys)][: 2 + whole.projects_values]
+            found = [Window(first), Window(keys), Window(keys)][: whole.projections]
             return [*found, Window(self.heads.queries[rank])] if whole.head_gate else found
         if part == "sinks":
             return [Window(self.heads.queries[rank])]

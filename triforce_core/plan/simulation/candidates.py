@@ -350,7 +350,8 @@ def _drafter(case: Case, chosen: Plan, memory: MemoryPlan, rows: int = 1) -> _Dr
     needs = memory.requirements
     recorded = not joins or bool(chosen.budget) or needs.records_passes
     if not joins or not joins.block:
-        return _Drafter(costs.resident_forward(rows, WINDOW, recorded=recorded))
+        seen = (joins and joins.context) or WINDOW
+        return _Drafter(costs.resident_forward(rows, seen, recorded=recorded))
     block = costs.resident_forward(joins.block, joins.context, recorded=recorded)
     if joins.convolutions:
         block += len(config.layers) * costs.small(CONVOLUTION_LAUNCHES, recorded=recorded)

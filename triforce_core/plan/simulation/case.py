@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from triforce_core.model.checkpoints.drafters.dflash import share_of
 from triforce_core.model.checkpoints.drafters.eagle3 import on_ranks
+from triforce_core.model.checkpoints.drafters.files import share_of
 from triforce_core.model.checkpoints.mtp import mtp_config, planned_pieces, shared_pieces
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
@@ -109,7 +109,7 @@ class Case:
         joins = self.draft_config and self.draft_config.joins
         if not joins:
             return self.draft_config
-        if joins.block:
+        if joins.divided and joins.in_own_files:
             return self._drafter_share.config
         if joins.divided:
             return mtp_config(self.rank)
@@ -122,7 +122,7 @@ class Case:
         if not joins:
             return None
         own = self.stored_head and self._storable(self.stored_head)
-        if joins.block:
+        if joins.divided and joins.in_own_files:
             return own and self._drafter_share.pieces(own)
         if not joins.divided:
             return own
@@ -134,7 +134,7 @@ class Case:
 
     @cached_property
     def _drafter_share(self) -> Share:
-        """The first GPU's share of a drafter of blocks."""
+        """The first GPU's share of a drafter in files of its own."""
         pieces = self.stored_head or _dense_pieces
         return share_of(self.draft_config, 0, self.hardware.gpus, pieces)
 

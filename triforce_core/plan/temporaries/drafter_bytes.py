@@ -11,16 +11,24 @@ from triforce_core.plan.temporaries.workspace import forward_bytes
 _CATCH_UP = 512
 
 
-def drafter_bytes(config: ModelConfig, decoded: int, itemsize: int, context: int) -> int:
+def drafter_bytes(
+    config: ModelConfig, decoded: int, itemsize: int, context: int, drafted: int
+) -> int:
     """Return the bytes of the temporaries of its longest forward.
 
     decoded: number of elements of the largest matrix that is decoded before it is multiplied by
     context: number of tokens of the longest sequence
+    drafted: number of tokens of the largest draft
     """
-    forward = forward_bytes(config, _CATCH_UP, itemsize, context)
+    joins, rows = config.joins, _CATCH_UP
+    if joins and joins.copies_keys:
+        # It runs over no tokens of the text but the last.
+        rows = drafted + 1
+    forward = forward_bytes(config, rows, itemsize, context)
     if decoded:
-        forward += decode_bytes(config, _CATCH_UP, decoded, itemsize)
-    if config.joins:
+        forward += decode_bytes(config, rows, decoded, itemsize)
+    if joins:
         # Embeddings and states, as they come, normed and joined, of which ranks have all.
-        forward = max(forward, _CATCH_UP * 7 * config.hidden * itemsize)
+        width = joins.width if joins.copies_keys else config.hidden
+        forward = max(forward, rows * 7 * width * itemsize)
     return forward

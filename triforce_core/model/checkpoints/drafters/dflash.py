@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,7 @@ from triforce_core.model.families.reading.fields import Fields, layer_count
 from triforce_core.model.families.reading.windows import FULL, SLIDING
 from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.heads.joins import Convolutions, DFlash, Selector
-from triforce_core.model.known.mixes import pieces_of
 from triforce_core.model.layers import Attention, LayerSpec
-from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
-from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 # Number of tokens that a drafter without windows attends to: longer contexts take memory, and lower
@@ -31,8 +28,6 @@ _OF_LAYERS = (
 OF_QWEN3 = {"model_type": "qwen3", "architectures": None}
 # By how many tokens vocabularies differ that models pad to different sizes.
 PADDING = 512
-# Learned weights of convolutions, which are no matrices.
-LEARNED = ("mixer_conv", "mlp_conv")
 # Of a typical drafter, that of DFlash 2 for Qwen3.8-27B: its layers, its heads, and the rows of a
 # block.
 _TYPICAL_LAYERS, _TYPICAL_ROWS = 5, 8
@@ -130,33 +125,6 @@ def typical_dflash(target: ModelConfig) -> ModelConfig:
     layer = LayerSpec(_TYPICAL_HEADS, DenseMLP(width), joins=join)
     shape = (layer,) * _TYPICAL_LAYERS, target.hidden, target.vocab
     return ModelConfig("qwen3", *shape, 1e-6, target.positions, RopeConfig())
-
-
-def share_of(config: ModelConfig, rank: int, ranks: int, pieces: Pieces) -> Share:
-    """Return a rank's share of a drafter, whose layers are divided as those of a model are.
-
-    pieces: of its matrices. Raises UsageError.
-    """
-    return Share.of(config, rank, ranks, mlp_unit(config, pieces))
-
-
-def typical_pieces(config: ModelConfig, mix: str) -> Pieces:
-    """Return the pieces of each matrix of a typical drafter in a quantisation mix of GGUF files.
-
-    Raises UsageError.
-    """
-    ends = config.joins.ends(config.hidden, config.vocab)
-    of_layers = pieces_of(config, mix)
-    (_, usual), *_ = of_layers("layers.0.o")
-
-    def pieces(name: str) -> Sequence[tuple[int, BlockType | None]]:
-        if name in ends:
-            rows, columns = ends[name]
-            return [(rows, usual if usual and columns % usual.elements == 0 else None)]
-        found = of_layers(name)
-        return [(rows, None) for rows, _ in found] if name.endswith(LEARNED) else found
-
-    return pieces
 
 
 def _fields(raw: Mapping[str, Any]) -> Fields:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from triforce_core.model.checkpoints.beside import UNUSED
-from triforce_core.model.checkpoints.checkpoint import Checkpoint
-from triforce_core.model.checkpoints.drafters.dflash import (
-    LEARNED,
-    OF_QWEN3,
-    dflash_config,
-    share_of,
-)
+from triforce_core.model.checkpoints.drafters.dflash import OF_QWEN3, dflash_config
+from triforce_core.model.checkpoints.drafters.files import LEARNED, DrafterCheckpoint
 from triforce_core.model.checkpoints.naming.names import gguf_names, hf_names
-from triforce_core.model.checkpoints.naming.pieces import Piece, stored_shapes
+from triforce_core.model.checkpoints.naming.pieces import Piece
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import SOURCE, quantised
 from triforce_core.model.families.reading.windows import FULL, SLIDING
-from triforce_core.model.sharing.share import Share
 from triforce_offload.checkpoint.safetensors import SafetensorsSource
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -125,44 +118,13 @@ def _whole_numbers(own: Mapping[str, Any], name: str) -> list[int]:
     return numbers
 
 
-class DFlashCheckpoint(Checkpoint):
-    """The files of a drafter. See `ReadableHead`."""
-
-    def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        config = self.config
-        shapes = config.joins.ends(config.hidden, config.vocab)
-        for index, spec in enumerate(config.layers):
-            parts = spec.shapes(config.hidden)
-            shapes |= {f"layers.{index}.{part}": shape for part, shape in parts.items()}
-        for name, shape in shapes.items():
-            yield from stored_shapes(self._names(name), shape)
-
-    def shared(self, share: Share) -> DFlashCheckpoint:
-        """Return a view of a rank's share. share: of the model that it drafts for"""
-        return super().shared(share_of(self.config, share.rank, share.ranks, self.pieces))
+class DFlashCheckpoint(DrafterCheckpoint):
+    """The files of a DFlash drafter."""
 
     def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
         """Checkpoint.pieces."""
         found = super().pieces(name)
         return [(rows, None) for rows, _ in found] if name.endswith(LEARNED) else found
-
-    def faults(self) -> Iterator[CheckpointError]:
-        """Checkpoint.faults, and tensors that no DFlash drafter is known to have."""
-        yield from super().faults()
-        known = dict(self._expected()).keys()
-        further = self._source.names() - known
-        others = sorted(
-            name
-            for name in further
-            if not name.endswith(UNUSED) and not self._source.without_effect(name)
-        )
-        if others:
-            yield UnsupportedModelError(
-                f"{self.path} holds {others[0]}, which is not known of DFlash drafters"
-            )
-
-    def tokens(self) -> None:
-        """ReadableHead.tokens: the model's own."""
 
 
 def open_dflash(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> DFlashCheckpoint:

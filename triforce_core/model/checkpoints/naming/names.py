@@ -155,7 +155,7 @@ def _attention_pieces(
     if mixer.output_gate:
         queries *= 2
         gated = order and (*order, *range(mixer.head_dim, 2 * mixer.head_dim))
-    projected = 2 + mixer.projects_values
+    projected = mixer.projections
     sizes, orders = (queries, mixer.keys, mixer.keys), (gated, order, None)
     parts, change = {}, _change_of_norms(config, naming)
     for suffix, ending in (("", "weight"), ("_bias", "bias")):

@@ -1,0 +1,299 @@
+"""Assistants of Gemma 4: they compute what transformers' class does, follow whatever is accepted
+and rejected, and cost no token, however useless.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from assistant_files import FULL, KINDS, Made, RandomAssistant
+from drafter_engines import DIRECT, NEW, RUNS, assert_close, engine
+from head_walks import walk
+from helpers import PLACEMENTS, make_model, random_ids, turns
+from oracle import assert_equal_but_for_ties, greedy
+from safetensors.torch import load_file, save_file
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.drafters.assistant import AssistantDrafter
+from triforce_core.decoding.trees.growing import Tree
+from triforce_core.model.heads import joins
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+FAMILIES = ("gemma4", "gemma4-unified", "gemma4-moe")
+
+
+@pytest.fixture
+def gemma(tiny) -> tuple[Path, torch.nn.Module]:
+    return tiny("gemma4")
+
+
+@pytest.fixture
+def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assistant has the keys of the last 32 tokens, beside the first."""
+    monkeypatch.setattr(joins, "ASSISTANT_CONTEXT", 32)
+
+
+def seen(drafter: AssistantDrafter) -> list[list[int]]:
+    """Positions that full layers and layers with a window see."""
+    return [[*first, *last] for first, last in (each.positions for each in drafter._kv.kinds)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_assistant_computes_what_transformers_does(tiny, tmp_path, family: str, kind) -> None:
+    """After prefills of any length, passes that keep some of their rows, and cuts."""
+    path, model = tiny(family)
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS[kind])
+    with engine(path, "kv", draft=made.directory, **DIRECT) as ours:
+        for drafter, text in walk(ours):
+            drafted = random_ids(3, len(text))
+            batch = drafter.catch_up(Text(text), 5)
+            full, *windows = seen(drafter)
+            assert full == list(range(len(text) - 1))
+            assert all(each[-1] == len(text) - 2 for each in windows)
+            for place, token in enumerate(drafted):
+                exact = made.logits(text, drafted[:place], seen=seen(drafter))
+                assert_close(drafter.forward(batch)[0], exact)
+                batch = torch.tensor([token])
+
+
+def test_rows_of_a_tree_follow_their_path(gemma, tmp_path) -> None:
+    path, model = gemma
+    made, choose = RandomAssistant(model, tmp_path / "a", KINDS["usual"]), random.Random(1)
+    with engine(path, "kv", draft=made.directory, method="speculative", tree=30) as ours:
+        own = Context(ours.models)
+        own.prefill(random_ids(50, 2), 60, lambda _: None)
+        drafter, text = own.levels.drafter, [*own.text.tokens, 5]
+        drafter.forward(drafter.catch_up(Text(text), 20))
+        tree, level = Tree(), [0]
+        for _ in range(4):
+            rows = [
+                tree.add(row, choose.randrange(97), 1.0, 1.0)
+                for row in level
+                for _ in range(choose.randint(1, 2))
+            ]
+            level = sorted(choose.sample(rows, min(3, len(rows))))
+            for row, logits in zip(level, drafter.forward_tree(tree, level), strict=True):
+                tokens = []
+                while row:
+                    tokens.insert(0, tree.tokens[row - 1])
+                    row = tree.parents[row - 1]
+                assert_close(logits, made.logits(text, tokens, seen=seen(drafter)))
+        own.close()
+
+
+@pytest.mark.usefixtures("short_memory")
+@pytest.mark.parametrize("window", [16, 512])
+def test_of_a_long_text_it_sees_the_first_and_the_last_tokens(gemma, tmp_path, window) -> None:
+    """An eighth of the last ones is forgotten at a time."""
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", Made(window=window))
+    counts = []
+    with engine(path, "kv", draft=made.directory, **DIRECT) as ours:
+        for drafter, text in walk(ours):
+            found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
+            last = len(text) - 1
+            full, windowed = seen(drafter)
+            assert full[:16] == list(range(min(16, last)))
+            assert full[-1] == windowed[-1] == last - 1
+            counts.append((len(full), len(windowed)))
+            assert_close(found, made.logits(text, [], seen=(full, windowed)))
+    assert tuple(map(max, zip(*counts, strict=True))) == (16 + 32, min(window, 32))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("family", "run", "placement", "kind"),
+    [
+        (family, run, placement, tuple(KINDS)[(index + number) % len(KINDS)])
+        for index, family in enumerate(FAMILIES)
+        for number, run in enumerate(RUNS)
+        for placement in turns(PLACEMENTS, index + number, 2)
+    ],
+)
+def test_text_is_that_of_transformers(
+    tmp_path, family: str, run: str, placement: str, kind: str
+) -> None:
+    model = make_model(family, tmp_path / "model")
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS[kind])
+    with engine(tmp_path / "model", placement, draft=made.directory, **RUNS[run]) as ours:
+        for tokens in (1, 70):
+            prompt = random_ids(tokens, tokens)
+            result = ours.generate(prompt, greedy(NEW))
+            assert result.stats["levels"][0] == "assistant"
+            context = ours._contexts.latest
+            assert context.levels.drafter._kv.end == context.length
+            theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+            assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, tokens:].tolist())
+
+
+def assert_follows(ours: Engine, made: RandomAssistant, kept: int | None = None) -> None:
+    """That the assistant has the keys of the latest text, and predicts what follows it.
+
+    kept: number of the tokens that it has; None for all
+    """
+    context = ours._contexts.latest
+    text, drafter = [*context.text.tokens[: context.length], 5], context.levels.drafter
+    found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
+    assert len(seen(drafter)[0]) == (context.length if kept is None else kept)
+    assert_close(found, made.logits(text, [], seen=seen(drafter)))
+
+
+def test_several_sequences_each_have_their_own_keys(gemma, tmp_path) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
+    prompts = [random_ids(length, length) for length in (5, 40, 90)]
+    params = [greedy(20)] * 3
+    options = {"draft": made.directory, **DIRECT}
+    with engine(path, "kv", sequences=3, **options) as together:
+        found = [each.token_ids for each in together.generate_all(prompts, params)]
+        assert_follows(together, made)
+    with engine(path, "kv", method="autoregressive") as alone:
+        assert found == [alone.generate(prompt, greedy(20)).token_ids for prompt in prompts]
+
+
+def test_a_saved_context_goes_on(gemma, tmp_path) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
+    prompt, params = random_ids(80), SamplingParams(20, temperature=0)
+    with engine(path, draft=made.directory) as first:
+        first.generate(prompt, SamplingParams(1))
+        first.save_context(tmp_path / "saved")
+        expected = first.generate([*prompt, 9], params).token_ids
+    with engine(path, draft=made.directory) as other:
+        assert other.load_context(tmp_path / "saved").tokens == 80
+        assert other.generate([*prompt, 9], params).token_ids == expected
+        # Its copies are not saved: it has those of what was computed since.
+        context = other._contexts.latest
+        assert_follows(other, made, context.length - 80)
+
+
+def test_layers_that_the_cpu_computes_show_their_keys(gemma, tmp_path) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
+    options = {"draft": made.directory, "host_compute": 1.0, **DIRECT}
+    with engine(path, "both", **options) as ours:
+        prompt = random_ids(60)
+        ours.generate(prompt, greedy(20))
+        assert_follows(ours, made)
+
+
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0", "F16"])
+@pytest.mark.parametrize("target", ["safetensors", "gguf"])
+def test_files_of_llama_cpp_are_read(gemma, tmp_path, stored: str, target: str) -> None:
+    """Their numbers are kept as they are stored, whatever the model's files are."""
+    from gguf_files import write_gguf
+
+    path, model = gemma
+    if target == "gguf":
+        path = tmp_path / "model.gguf"
+        write_gguf(model, path, gguf.GGMLQuantizationType.F32)
+    made = RandomAssistant(model, tmp_path / "a", replace(KINDS["usual"], hidden=64, wide=96))
+    file = made.write_gguf(tmp_path / "a.gguf", gguf.GGMLQuantizationType[stored])
+    with engine(path, "kv", draft=file, **DIRECT) as ours:
+        kinds = ours.models.small.store.layouts[0].decoded()
+        assert {part.block_type.name for part in kinds} == {stored}
+        for drafter, text in walk(ours):
+            found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
+            assert_close(found, made.logits(text, [], seen=seen(drafter)), 2e-3)
+        prompt = random_ids(30)
+        theirs = model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+        assert ours.generate(prompt, greedy(9)).token_ids == theirs[0, 30:].tolist()
+
+
+def changed(directory: Path, **fields: object) -> None:
+    """Change fields of a config: `text_*` those of its layers."""
+    file = directory / "config.json"
+    held = json.loads(file.read_text())
+    for name, value in fields.items():
+        part = held["text_config"] if name.startswith("text_") else held
+        part[name.removeprefix("text_")] = value
+    file.write_text(json.dumps(held))
+
+
+REFUSED = {
+    "backbone_hidden_size is 48, and 64 for the model": {"backbone_hidden_size": 48},
+    "backbone_hidden_size must be": {"backbone_hidden_size": "wide"},
+    "vocab_size is 50, and 97": {"text_vocab_size": 50},
+    "heads of full attention is 1 of 16, and 1 of 32": {
+        "text_per_layer_config": {"2": {"head_dim": 16, "num_key_value_heads": 1}}
+    },
+    "heads of windows is 1 of 16, and 2 of 16": {"text_num_key_value_heads": 1},
+    "1 of 3 layers share": {"text_num_kv_shared_layers": 1},
+    "text_config must be an object": {"text_config": [1]},
+    "hidden_size_per_layer_input (8) is not supported": {"text_hidden_size_per_layer_input": 8},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_draft_is_refused_in_a_sentence(gemma, tmp_path, message: str) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
+    fields = REFUSED[message]
+    if "text_config" in fields:
+        file = made.directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    else:
+        changed(made.directory, **fields)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=re.escape(message)) as found:
+        engine(path, draft=made.directory, **DIRECT)
+    assert str(made.directory) in str(found.value)
+
+
+def test_other_frequencies_are_refused_in_a_sentence(gemma, tmp_path) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
+    ropes = json.loads((made.directory / "config.json").read_text())["text_config"]
+    ropes["rope_parameters"][FULL]["rope_theta"] = 5e5
+    changed(made.directory, text_rope_parameters=ropes["rope_parameters"])
+    with pytest.raises(CheckpointError, match="rope_theta is"):
+        engine(path, draft=made.directory, **DIRECT)
+
+
+def test_it_drafts_for_gemma_4_alone(llama, gemma, tmp_path) -> None:
+    made = RandomAssistant(gemma[1], tmp_path / "assistant", KINDS["usual"])
+    with pytest.raises(UnsupportedModelError, match="draft for Gemma 4, not for a llama model"):
+        engine(llama[0], draft=made.directory, **DIRECT)
+
+
+def test_damaged_files_are_refused_in_a_sentence(gemma, tmp_path) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
+    file = made.directory / "model.safetensors"
+    held = load_file(file)
+    keys, join = "model.layers.0.self_attn.k_proj.weight", "pre_projection.weight"
+    changes = {
+        "k_proj.weight, which a gemma4_text model does not use": held | {keys: torch.ones(32, 32)},
+        "projection_2.weight, which is not known of assistants": held
+        | {"projection_2.weight": torch.ones(4, 4)},
+        f"lacks {join}": {name: each for name, each in held.items() if name != join},
+        "has shape": held | {join: held[join][:, :1].contiguous()},
+    }
+    for message, tensors in changes.items():
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+            engine(path, draft=made.directory)
+
+
+def test_a_list_of_tokens_to_choose_from_is_not_used(gemma, tmp_path) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", Made(masked=True))
+    with engine(path, "kv", draft=made.directory, **DIRECT) as ours:
+        assert len(ours.generate(random_ids(20), greedy(5)).token_ids) == 5
+
+
+def test_an_assistant_is_no_model_of_its_own(gemma, tmp_path) -> None:
+    made = RandomAssistant(gemma[1], tmp_path / "assistant", KINDS["usual"])
+    file = made.write_gguf(tmp_path / "a.gguf", gguf.GGMLQuantizationType.Q8_0)
+    for path in (made.directory, file):
+        with pytest.raises(UnsupportedModelError, match="an assistant of Gemma 4 is no model of"):
+            engine(path)
