@@ -1,10 +1,11 @@
-"""What tests of MTP heads and of EAGLE-3 heads have in common."""
+"""What tests of heads and of drafters in files of their own have in common."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
 
+import pytest
 import torch
 from helpers import random_ids
 
@@ -12,6 +13,9 @@ from triforce_core import Engine
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask
 from triforce_core.decoding.drafters.head import HeadDrafter
+from triforce_core.decoding.drafters.model_proposer import ModelDrafter
+from triforce_core.decoding.drafters.of_states import DrafterOfStates
+from triforce_core.decoding.trees.growing import Tree
 
 # Ways in which ranks draft with a head.
 ON_RANKS = {
@@ -40,3 +44,42 @@ def walk(engine: Engine) -> Iterator[tuple[HeadDrafter, list[int]]]:
             own.text.commit(rows[1:kept])
             own.end()
     own.close()
+
+
+def grown(
+    drafter: ModelDrafter, levels: int, choose: random.Random
+) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """Grow a random tree, of which not every row is run. Yield the logits of each row that is, and
+    the tokens on its path.
+    """
+    tree, level = Tree(), [0]
+    for _ in range(levels):
+        rows = [
+            tree.add(row, choose.randrange(97), 1.0, 1.0)
+            for row in level
+            for _ in range(choose.randint(1, 2))
+        ]
+        level = sorted(choose.sample(rows, min(3, len(rows))))
+        for row, logits in zip(level, drafter.forward_tree(tree, level), strict=True):
+            tokens = []
+            while row:
+                tokens.insert(0, tree.tokens[row - 1])
+                row = tree.parents[row - 1]
+            yield logits, tokens
+
+
+def note_logits(monkeypatch: pytest.MonkeyPatch, kind: type[DrafterOfStates]) -> list[torch.Tensor]:
+    """Return a list that takes the logits of all that drafters of a kind run from now on, but those
+    of ranks behind the first.
+    """
+    logits, run = [], kind.run
+
+    def noted(drafter: DrafterOfStates, *given: object) -> object:
+        found = run(drafter, *given)
+        own = found if isinstance(found, torch.Tensor) else found.logits
+        if own.shape[1]:
+            logits.append(own.clone())
+        return found
+
+    monkeypatch.setattr(kind, "run", noted)
+    return logits

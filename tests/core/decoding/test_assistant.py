@@ -14,17 +14,24 @@ import gguf
 import pytest
 import torch
 from assistant_files import FULL, KINDS, Made, RandomAssistant
-from drafter_engines import DIRECT, NEW, RUNS, assert_close, engine
-from head_walks import walk
+from drafter_engines import (
+    DIRECT,
+    RUNS,
+    assert_close,
+    assert_each_has_its_own,
+    assert_saved_goes_on,
+    assert_text_of_transformers,
+    engine,
+)
+from head_walks import grown, walk
 from helpers import PLACEMENTS, make_model, random_ids, turns
-from oracle import assert_equal_but_for_ties, greedy
+from oracle import greedy
 from safetensors.torch import load_file, save_file
 
-from triforce_core import Engine, SamplingParams
+from triforce_core import Engine
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.assistant import AssistantDrafter
-from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.heads import joins
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -74,20 +81,8 @@ def test_rows_of_a_tree_follow_their_path(gemma, tmp_path) -> None:
         own.prefill(random_ids(50, 2), 60, lambda _: None)
         drafter, text = own.levels.drafter, [*own.text.tokens, 5]
         drafter.forward(drafter.catch_up(Text(text), 20))
-        tree, level = Tree(), [0]
-        for _ in range(4):
-            rows = [
-                tree.add(row, choose.randrange(97), 1.0, 1.0)
-                for row in level
-                for _ in range(choose.randint(1, 2))
-            ]
-            level = sorted(choose.sample(rows, min(3, len(rows))))
-            for row, logits in zip(level, drafter.forward_tree(tree, level), strict=True):
-                tokens = []
-                while row:
-                    tokens.insert(0, tree.tokens[row - 1])
-                    row = tree.parents[row - 1]
-                assert_close(logits, made.logits(text, tokens, seen=seen(drafter)))
+        for logits, tokens in grown(drafter, 4, choose):
+            assert_close(logits, made.logits(text, tokens, seen=seen(drafter)))
         own.close()
 
 
@@ -126,14 +121,7 @@ def test_text_is_that_of_transformers(
     model = make_model(family, tmp_path / "model")
     made = RandomAssistant(model, tmp_path / "assistant", KINDS[kind])
     with engine(tmp_path / "model", placement, draft=made.directory, **RUNS[run]) as ours:
-        for tokens in (1, 70):
-            prompt = random_ids(tokens, tokens)
-            result = ours.generate(prompt, greedy(NEW))
-            assert result.stats["levels"][0] == "assistant"
-            context = ours._contexts.latest
-            assert context.levels.drafter._kv.end == context.length
-            theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
-            assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, tokens:].tolist())
+        assert_text_of_transformers(ours, model, "assistant")
 
 
 def assert_follows(ours: Engine, made: RandomAssistant, kept: int | None = None) -> None:
@@ -151,30 +139,15 @@ def assert_follows(ours: Engine, made: RandomAssistant, kept: int | None = None)
 def test_several_sequences_each_have_their_own_keys(gemma, tmp_path) -> None:
     path, model = gemma
     made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
-    prompts = [random_ids(length, length) for length in (5, 40, 90)]
-    params = [greedy(20)] * 3
-    options = {"draft": made.directory, **DIRECT}
-    with engine(path, "kv", sequences=3, **options) as together:
-        found = [each.token_ids for each in together.generate_all(prompts, params)]
-        assert_follows(together, made)
-    with engine(path, "kv", method="autoregressive") as alone:
-        assert found == [alone.generate(prompt, greedy(20)).token_ids for prompt in prompts]
+    assert_each_has_its_own(path, made.directory, lambda ours: assert_follows(ours, made))
 
 
 def test_a_saved_context_goes_on(gemma, tmp_path) -> None:
     path, model = gemma
     made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
-    prompt, params = random_ids(80), SamplingParams(20, temperature=0)
-    with engine(path, draft=made.directory) as first:
-        first.generate(prompt, SamplingParams(1))
-        first.save_context(tmp_path / "saved")
-        expected = first.generate([*prompt, 9], params).token_ids
-    with engine(path, draft=made.directory) as other:
-        assert other.load_context(tmp_path / "saved").tokens == 80
-        assert other.generate([*prompt, 9], params).token_ids == expected
-        # Its copies are not saved: it has those of what was computed since.
-        context = other._contexts.latest
-        assert_follows(other, made, context.length - 80)
+    with assert_saved_goes_on(path, made.directory, tmp_path / "saved") as ours:
+        # Copies are not saved: it has those of what was computed since.
+        assert_follows(ours, made, ours._contexts.latest.length - 80)
 
 
 def test_layers_that_the_cpu_computes_show_their_keys(gemma, tmp_path) -> None:

@@ -11,18 +11,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drafter_engines import DIRECT, FAMILIES, NEW, RUNS, assert_close, engine
+from drafter_engines import (
+    DIRECT,
+    FAMILIES,
+    NEW,
+    RUNS,
+    assert_close,
+    assert_each_has_its_own,
+    assert_saved_goes_on,
+    engine,
+)
 from eagle3_heads import KINDS, Made, RandomHead
 from float_bounds import assert_within
-from head_walks import walk
+from head_walks import grown, walk
 from helpers import PLACEMENTS, make_model, random_ids, turns
 from oracle import assert_equal_but_for_ties, greedy
 from safetensors.torch import load_file, save_file
 
-from triforce_core import SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.trees.growing import Tree
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.checkpoints.drafters.eagle3 import open_eagle3
 from triforce_core.plan.levels import SINKS, WINDOW
@@ -55,24 +62,11 @@ def test_rows_of_a_tree_see_their_path_alone(llama, tmp_path, kind: str) -> None
         drafter, text = own.levels.drafter, [*own.text.tokens, 5]
         for _ in range(3):
             drafter.forward(drafter.catch_up(Text(text), 20))
-            tree, level = Tree(), [0]
-            for _ in range(4):
-                rows = [
-                    tree.add(row, choose.randrange(97), 1.0, 1.0)
-                    for row in level
-                    for _ in range(choose.randint(1, 2))
-                ]
-                # Not every row is run.
-                level = sorted(choose.sample(rows, min(3, len(rows))))
-                for row, logits in zip(level, drafter.forward_tree(tree, level), strict=True):
-                    tokens, depth = [], tree.depths[row]
-                    while row:
-                        tokens.insert(0, tree.tokens[row - 1])
-                        row = tree.parents[row - 1]
-                    exact = head.logits([*text, *tokens], depth)
-                    known = exact.isfinite()
-                    bound = 1e-4 * float(exact[known].abs().max())
-                    assert_within(logits[known], exact[known], bound)
+            for logits, tokens in grown(drafter, 4, choose):
+                exact = head.logits([*text, *tokens], len(tokens))
+                known = exact.isfinite()
+                bound = 1e-4 * float(exact[known].abs().max())
+                assert_within(logits[known], exact[known], bound)
         own.close()
 
 
@@ -117,26 +111,14 @@ def test_text_is_that_of_transformers(tmp_path, family: str, run: str, placement
 def test_several_sequences_each_have_their_own_states(llama, tmp_path) -> None:
     path, model = llama
     head = RandomHead(model, tmp_path / "head", Made())
-    prompts = [random_ids(length, length) for length in (5, 40, 90)]
-    params = [greedy(20)] * 3
-    options = {"draft": head.directory, **DIRECT}
-    with engine(path, "kv", sequences=3, **options) as together:
-        found = [each.token_ids for each in together.generate_all(prompts, params)]
-    with engine(path, "kv", method="autoregressive") as alone:
-        assert found == [alone.generate(prompt, greedy(20)).token_ids for prompt in prompts]
+    assert_each_has_its_own(path, head.directory, lambda _: None)
 
 
 def test_a_saved_context_goes_on(llama, tmp_path) -> None:
     path, model = llama
     head = RandomHead(model, tmp_path / "head", Made())
-    prompt, params = random_ids(80), SamplingParams(20, temperature=0)
-    with engine(path, draft=head.directory) as first:
-        first.generate(prompt, SamplingParams(1))
-        first.save_context(tmp_path / "saved")
-        expected = first.generate([*prompt, 9], params).token_ids
-    with engine(path, draft=head.directory) as other:
-        assert other.load_context(tmp_path / "saved").tokens == 80
-        assert other.generate([*prompt, 9], params).token_ids == expected
+    with assert_saved_goes_on(path, head.directory, tmp_path / "saved"):
+        pass
 
 
 REFUSED = {

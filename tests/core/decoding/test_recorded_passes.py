@@ -11,6 +11,7 @@ import pytest
 import torch
 from eagle3_heads import KINDS, RandomHead
 from float_bounds import assert_within, forward_bound
+from head_walks import note_logits
 from helpers import BLOCK, VOCAB, add_head, make_model, placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from recorder import ReplayRecorder
@@ -22,6 +23,7 @@ from triforce_core.decoding.decoder import Ask
 from triforce_core.decoding.drafters.assistant import AssistantDrafter
 from triforce_core.decoding.drafters.block import BlockDrafter
 from triforce_core.decoding.drafters.head import HeadDrafter
+from triforce_core.decoding.drafters.of_states import DrafterOfStates
 from triforce_offload.kv.store import KVStore
 from triforce_offload.plan.memory_plan import Where
 
@@ -170,35 +172,51 @@ def test_recorded_passes_serve_the_next_request(tiny) -> None:
         assert recorded == 1
 
 
-@pytest.mark.parametrize("draft", [{"draft_tokens": 5, "tree": "off"}, {"tree": 9}])
+def assert_recorded_alike(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[DrafterOfStates],
+    path: Path,
+    options: dict[str, object],
+    least: int,
+) -> None:
+    """That a drafter computes the same whether its forwards and passes are recorded or not, in
+    more than `least` forwards.
+    """
+    recorder, texts, counts = ReplayRecorder(), [], []
+    logits = note_logits(monkeypatch, kind)
+    for how in (None, recorder):
+        with engine(path, how, method="speculative", **options) as ours:
+            texts.append(ours.generate(PROMPT, greedy(30)).token_ids)
+        counts.append(len(logits))
+    assert texts[0] == texts[1]
+    eager, recorded = logits[: counts[0]], logits[counts[0] :]
+    assert len(eager) == len(recorded) > least
+    for one, other in zip(eager, recorded, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+    assert recorder.replayed > least
+
+
+CHAINS_AND_TREES = pytest.mark.parametrize(
+    "draft", [{"draft_tokens": 5, "tree": "off"}, {"tree": 9}]
+)
+
+
+@CHAINS_AND_TREES
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
 def test_recorded_heads_compute_what_eager_ones_do(
     tmp_path, monkeypatch, kind: str, draft: dict[str, object]
 ) -> None:
     """Over hidden states that passes leave, recorded ones too."""
     model = make_model("qwen3_5" if kind == "mtp" else "llama", tmp_path)
-    options = {"method": "speculative", "draft": kind, **draft}
+    head: object = kind
     if kind == "mtp":
         add_head(tmp_path, model)
     else:
-        options["draft"] = str(RandomHead(model, tmp_path / "head", KINDS["specforge"]).directory)
-    run, logits = HeadDrafter.run, []
-    monkeypatch.setattr(
-        HeadDrafter, "run", lambda *given: logits[-1].append(run(*given).clone()) or logits[-1][-1]
-    )
-    recorder, texts = ReplayRecorder(), []
-    for how in (None, recorder):
-        logits.append([])
-        with engine(tmp_path, how, **options) as ours:
-            texts.append(ours.generate(PROMPT, greedy(30)).token_ids)
-    assert texts[0] == texts[1]
-    assert len(logits[0]) == len(logits[1]) > 30
-    for eager, recorded in zip(*logits, strict=True):
-        torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
-    assert recorder.replayed > 30
+        head = RandomHead(model, tmp_path / "head", KINDS["specforge"]).directory
+    assert_recorded_alike(monkeypatch, HeadDrafter, tmp_path, {"draft": head, **draft}, 30)
 
 
-@pytest.mark.parametrize("draft", [{"draft_tokens": 5, "tree": "off"}, {"tree": 30}])
+@CHAINS_AND_TREES
 @pytest.mark.parametrize("kind", assistant_files.KINDS)
 def test_recorded_assistants_compute_what_eager_ones_do(
     tmp_path, monkeypatch, kind: str, draft: dict[str, object]
@@ -206,26 +224,11 @@ def test_recorded_assistants_compute_what_eager_ones_do(
     """With padding behind their rows, and with what recorded passes show of the model's keys."""
     model = make_model("gemma4", tmp_path)
     made = assistant_files.RandomAssistant(model, tmp_path / "a", assistant_files.KINDS[kind])
-    options = {"method": "speculative", "draft": str(made.directory), **draft}
-    run, logits = AssistantDrafter.run, []
-    monkeypatch.setattr(
-        AssistantDrafter,
-        "run",
-        lambda *given: logits[-1].append(run(*given).clone()) or logits[-1][-1],
-    )
-    recorder, texts = ReplayRecorder(), []
-    for how in (None, recorder):
-        logits.append([])
-        with engine(tmp_path, how, **options) as ours:
-            texts.append(ours.generate(PROMPT, greedy(30)).token_ids)
-    assert texts[0] == texts[1]
-    assert len(logits[0]) == len(logits[1]) > 30
-    for eager, recorded in zip(*logits, strict=True):
-        torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
-    assert recorder.replayed > 30
+    options = {"draft": made.directory, **draft}
+    assert_recorded_alike(monkeypatch, AssistantDrafter, tmp_path, options, 30)
 
 
-@pytest.mark.parametrize("draft", [{"draft_tokens": 5, "tree": "off"}, {"tree": 9}])
+@CHAINS_AND_TREES
 @pytest.mark.parametrize("kind", ["first", "both kinds", "causal windows", "second, scaled"])
 def test_recorded_blocks_compute_what_eager_ones_do(
     tmp_path, monkeypatch, kind: str, draft: dict[str, object]
@@ -233,22 +236,5 @@ def test_recorded_blocks_compute_what_eager_ones_do(
     """With padding behind their rows, in layers that are causal and in others."""
     model = make_model("llama", tmp_path)
     made = dflash_files.RandomDrafter(model, tmp_path / "d", dflash_files.KINDS[kind])
-    options = {"method": "speculative", "draft": str(made.directory), **draft}
-    run, blocks = BlockDrafter.run, []
-
-    def noted(*given: object) -> object:
-        block = run(*given)
-        blocks[-1].append(block.logits.clone())
-        return block
-
-    monkeypatch.setattr(BlockDrafter, "run", noted)
-    recorder, texts = ReplayRecorder(), []
-    for how in (None, recorder):
-        blocks.append([])
-        with engine(tmp_path, how, **options) as ours:
-            texts.append(ours.generate(PROMPT, greedy(30)).token_ids)
-    assert texts[0] == texts[1]
-    assert len(blocks[0]) == len(blocks[1]) > 10
-    for eager, recorded in zip(*blocks, strict=True):
-        torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
-    assert recorder.replayed > 10
+    options = {"draft": made.directory, **draft}
+    assert_recorded_alike(monkeypatch, BlockDrafter, tmp_path, options, 10)
