@@ -96,7 +96,7 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
         writer.add_expert_group_count(config.n_group)
         if config.moe_latent_size:
             writer.add_moe_latent_size(config.moe_latent_size)
-    if config.model_type in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+    if config.model_type in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"):
         _describe_latent(writer, config)
     if config.model_type == "glm4_moe":
         writer.add_expert_shared_count(config.n_shared_experts)
@@ -110,14 +110,15 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
 
 def _describe_latent(writer: gguf.GGUFWriter, config: object) -> None:
     """Adds what the converter adds of experts in models with latent attention."""
-    sigmoid = config.model_type != "deepseek_v2"
+    sigmoid = config.model_type not in ("deepseek_v2", "mistral4")
     kinds = getattr(config, "mlp_layer_types", None)
     dense = kinds.index("sparse") if kinds else config.first_k_dense_replace
     writer.add_leading_dense_block_count(dense)
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
-    if sigmoid:
+    if config.model_type != "deepseek_v2":
         writer.add_expert_weights_norm(True)
+    if sigmoid:
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)

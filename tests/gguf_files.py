@@ -53,12 +53,14 @@ _RENAMED = {
     **{"gpt_oss": "gpt-oss", "qwen3_next": "qwen3next", "minimax_m2": "minimax-m2"},
     "qwen4_exp_text": "qwen4exp",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "deepseek2"),
+    "ministral3": "mistral3",
     **{"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe", "lfm2_moe": "lfm2moe"},
 }
 # Those that the package does not know, and one whose tensors have the same names.
 _NAMED_AS = {"laguna": "qwen3", "qwen4exp": "qwen35moe"}
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h_moe")
+_PERMUTED += ("mistral3",)
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|ffn_down_exps|attn_v)\.weight")
 
 
@@ -135,7 +137,7 @@ def _describe_sizes(
             describe_qwen4(writer, model)
     elif architecture in ("granitehybrid", "nemotron_h_moe"):
         describe_mamba2(writer, config)
-    elif architecture == "deepseek2":
+    elif architecture in ("deepseek2", "mistral4"):
         describe_latent(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -150,7 +152,7 @@ def _describe_sizes(
     # The layers of Gemma 4 have a config each.
     first = config.per_layer_config[0] if architecture == "gemma4" else config
     head_dim = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if architecture not in ("gemma4", "deepseek2"):
+    if architecture not in ("gemma4", "deepseek2", "mistral4"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     return head_dim
@@ -367,6 +369,8 @@ def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> 
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if beta := rope.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
     if config.model_type in ("granite", "granitemoe", "granitemoehybrid"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

@@ -287,6 +287,21 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     "glm4_lite-moe": ("Glm4MoeLite", {**LATENT, "q_lora_rank": 24, "v_head_dim": 24}),
+    # Queries that grow with their position.
+    "mistral4-moe": (
+        "Mistral4",
+        {
+            **LATENT,
+            "q_lora_rank": 24,
+            "rope_parameters": YARN
+            | {
+                "original_max_position_embeddings": 20,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
     # A gate of each head, more heads in layers with a window, and two rotary embeddings.
     "laguna-moe": (
         "Laguna",

@@ -163,6 +163,7 @@ ATTENTION = {
     "gemma4-31b, float32": Attention(4, 8, 17, 512, torch.float32, 8),
     "glm-4.7-flash": Attention(1, 20, 17, 576, torch.bfloat16, 8),
     "glm-4.7-flash, one token": Attention(1, 20, 1, 576, torch.bfloat16, 8),
+    "mistral-small-4": Attention(1, 32, 17, 320, torch.bfloat16, 8),
 }
 
 

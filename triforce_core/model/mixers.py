@@ -212,11 +212,13 @@ class LatentMixer:
         if batch.rows <= FEW_ROWS:
             made = partial(HeadTiles.of, batch.rows, spec.heads, device)
             tiles = batch.once((spec.heads, device), made)
-        mixed = cache.attend(self._kv_layer, self._heads(w, projected, tiles), batch)
+        mixed = cache.attend(self._kv_layer, self._heads(w, projected, tiles, batch), batch)
         halves = mixed.transpose(0, 1).unflatten(2, (2, -1))[..., spec.rope_dim // 2 :]
         return by_heads(halves.flatten(2), w["v_up"], tiles).flatten(1)
 
-    def _heads(self, w: Views, projected: torch.Tensor, tiles: HeadTiles | None) -> torch.Tensor:
+    def _heads(
+        self, w: Views, projected: torch.Tensor, tiles: HeadTiles | None, batch: ForwardBatch
+    ) -> torch.Tensor:
         """Return queries, and last the vector that a token keeps, [rows, heads + 1, head_dim]."""
         spec = self._spec
         queries, kept = projected.tensor_split((-spec.head_dim,), 1)
@@ -225,6 +227,8 @@ class LatentMixer:
         queries = queries.reshape(len(projected), spec.heads, -1)
         plain, turning = queries.split((spec.key_dim, spec.rope_dim), 2)
         query = _whole(by_heads(plain, w["k_up"], tiles), turning).mul_(self._query_factor)
+        if batch.query_scale is not None:
+            query.mul_(batch.query_scale[:, None, None])
         latent, turning = kept.split((spec.latent, spec.rope_dim), 1)
         key = _whole(self._norm(latent.contiguous(), w["k_norm"]), turning)
         return torch.cat((query, key.unsqueeze(1)), 1)

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import gguf
+import gguf_files
 import numpy as np
 import pytest
 import torch
@@ -49,11 +50,19 @@ def test_shards_with_an_index(tmp_path) -> None:
         *("llama", "llama-bias", "llama-tied", "qwen2", "qwen3", "seed-oss", "olmo2", "exaone4"),
         *("granite", "glm4", "phi3", "phi3-partial", "ernie4_5", "qwen3_5", "lfm2", "lfm2-bias"),
         *("granite4-h", "granite4-h-moe", "nemotron_h-moe", "nemotron_h-latent-moe", "lfm2-moe"),
-        *("deepseek_v2-moe", "deepseek_v3-moe", "glm4_lite-moe"),
+        *("deepseek_v2-moe", "deepseek_v3-moe", "glm4_lite-moe", "mistral4-moe", "ministral3"),
     ],
 )
 def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:
     _, model = tiny(family)
+    write_gguf(model, tmp_path / "m.gguf")
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
+def test_gguf_of_mistral_small_3_in_newer_files(tiny, tmp_path, monkeypatch) -> None:
+    """Since Ministral 3, llama.cpp's converter writes both as one architecture."""
+    monkeypatch.setitem(gguf_files._RENAMED, "llama", "mistral3")
+    _, model = tiny("llama")
     write_gguf(model, tmp_path / "m.gguf")
     assert generate(tmp_path / "m.gguf") == reference(model)
 

@@ -27,7 +27,7 @@ LLAMA = {
 def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     path, model = tiny(family)
     config = from_hf(json.loads((path / "config.json").read_text()), {})
-    latent = "deepseek" in family or "glm4_lite" in family
+    latent = family.startswith(("deepseek", "glm4_lite", "mistral4"))
     kv_heads = 1 if latent else full_layers(model.config).num_key_value_heads
     assert config.attention.kv_heads == kv_heads
     assert config.tied == model.config.tie_word_embeddings

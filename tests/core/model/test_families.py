@@ -142,7 +142,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
         *("lfm2", "qwen3_5_moe_text", "qwen3_moe", "ernie4_5_moe", "glm4_moe", "mixtral"),
         *("qwen3_next", "minimax_m2", "nemotron_h", "lfm2_moe", "glm4_moe_lite"),
-        *("deepseek_v2", "deepseek_v3", "qwen4_exp_text"),
+        *("deepseek_v2", "deepseek_v3", "qwen4_exp_text", "mistral4"),
     ):
         # Published configs always say so.
         named["num_key_value_heads"] = 4

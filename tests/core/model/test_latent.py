@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
 from gguf_files import write_gguf
@@ -148,19 +149,38 @@ def test_odd_parts_of_vectors_are_refused() -> None:
         from_hf(GLM | {"kv_lora_rank": 511, "qk_rope_head_dim": 65}, {})
 
 
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ({}, r"attention\.key_length_mla"),
-        (
-            {"attention.key_length_mla": 256, "attention.temperature_scale": 0.1},
-            r"attention\.temperature_scale",
-        ),
-    ],
-)
-def test_gguf_files_that_would_be_computed_wrongly_are_refused(more: dict, named: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=named):
-        OWN_FIELDS["deepseek2"](Fields({"block_count": 3} | more, "m.gguf"), frozenset())
+def test_gguf_files_that_would_be_computed_wrongly_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"attention\.key_length_mla"):
+        OWN_FIELDS["deepseek2"](Fields({"block_count": 3}, "m.gguf"), frozenset())
+
+
+def test_gguf_files_whose_queries_grow_otherwise_are_refused(tiny, tmp_path) -> None:
+    write_gguf(
+        tiny("mistral4-moe")[1],
+        tmp_path / "m.gguf",
+        describe=lambda writer: writer.add_uint32("mistral4.attention.temperature_length", 64),
+    )
+    with pytest.raises(UnsupportedModelError, match="temperature_length 64"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_gguf_files_of_mistral_4_need_not_say_that_queries_grow(tiny, tmp_path) -> None:
+    """As those that llama.cpp's converter makes of files of transformers."""
+    model = tiny("mistral4-moe")[1]
+    expected = open_checkpoint(tiny("mistral4-moe")[0]).config.rope.query_growth
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        finish = writer.write_header_to_file
+
+        def changed() -> None:
+            del writer.kv_data[0]["mistral4.attention.temperature_scale"]
+            finish()
+
+        writer.write_header_to_file = changed
+
+    write_gguf(model, tmp_path / "m.gguf", describe=describe)
+    found = open_checkpoint(tmp_path / "m.gguf").config.rope.query_growth
+    assert (expected, found) == ((0.4, 20), (0.1, 20))
 
 
 def test_gguf_files_of_softmax_routers_with_groups_are_refused(tiny, tmp_path) -> None:

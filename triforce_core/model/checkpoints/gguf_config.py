@@ -47,6 +47,9 @@ _FAMILIES = {
     "qwen4exp": FAMILIES["qwen4_exp_text"],
     # Files of DeepSeek-V2 and GLM-4.7-Flash say how they differ from DeepSeek-V3.
     "deepseek2": FAMILIES["deepseek_v3"],
+    "mistral4": FAMILIES["mistral4"],
+    # Also Mistral Small 3, whose queries do not grow with their position.
+    "mistral3": FAMILIES["ministral3"],
     "minimax-m2": FAMILIES["minimax_m2"],
     "laguna": FAMILIES["laguna"],
     "lfm2moe": FAMILIES["lfm2_moe"],
@@ -243,6 +246,11 @@ def _gguf_rope(fields: Fields, family: Family, positions: int, head_dim: int) ->
         if family.name == "gpt_oss":
             # As the model was trained, though llama.cpp rounds the bounds of the frequencies.
             parameters["truncate"] = False
+    if fields.get("attention.temperature_scale"):
+        # How queries grow with their position.
+        parameters["llama_4_scaling_beta"] = fields.real("attention.temperature_scale")
+        original = parameters.setdefault("original_max_position_embeddings", positions)
+        fields.only("attention.temperature_length", original)
     rope = RopeConfig(
         "default" if kind == "none" else str(kind),
         fields.real("rope.freq_base", 10000.0),

@@ -142,11 +142,6 @@ def _deepseek2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]
             f"{fields.source}: files without attention.key_length_mla are not supported, as "
             "llama.cpp wrote them before April 2025; convert the model again"
         )
-    if fields.get("attention.temperature_scale"):
-        raise UnsupportedModelError(
-            f"{fields.source}: queries that grow with their position (attention.temperature_scale) "
-            "are not supported with latent attention"
-        )
     own, rotated = dict(fields.raw), fields.whole("rope.dimension_count")
     own["block_count"] = count = layers_of(fields)
     dense = fields.whole("leading_dense_block_count", 0, least=0)
@@ -171,6 +166,14 @@ def _deepseek2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]
             f"{' or '.join(map(str, _SCORES))})"
         )
     return Fields(own, fields.source), more | {"scoring_func": _SCORES[scores]}
+
+
+def _mistral4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Likewise, of Mistral Small 4. Files that llama.cpp's converter makes of transformers' do not
+    say that queries grow with their position.
+    """
+    own = {"attention.temperature_scale": 0.1, **fields.raw}
+    return _deepseek2(Fields(own, fields.source), names)
 
 
 def _yarn_of_keys(fields: Fields) -> dict[str, Any]:
@@ -223,5 +226,6 @@ OWN_FIELDS: Mapping[str, OwnFields] = {
     "qwen3moe": _qwen3moe,
     "glm4moe": _glm4moe,
     "deepseek2": _deepseek2,
+    "mistral4": _mistral4,
     "laguna": _laguna,
 }

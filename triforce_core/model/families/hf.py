@@ -9,7 +9,7 @@ from typing import Any
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import EXPERT_COUNTS, Family
-from triforce_core.model.families.latent import latent_rope
+from triforce_core.model.families.latent import latent_rope, of_rope
 from triforce_core.model.families.reading.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.reading.ropes import hf_ropes
 from triforce_core.model.families.reading.windows import FULL, with_own_rope
@@ -58,7 +58,8 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     scales = family.scales(fields)
     _refuse_unread(fields, family, positions, count)
     rope, window_rope = hf_ropes(
-        raw, positions, _head_dims(layers), unscaled_windows=family.unscaled_windows
+        *(of_rope(raw, layers), positions, _head_dims(layers)),
+        unscaled_windows=family.unscaled_windows,
     )
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     return ModelConfig(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -56,6 +57,17 @@ def _sharpening(fields: Fields) -> float:
     return 0.1 * known.real("mscale_all_dim") * math.log(factor) + 1
 
 
+def of_rope(raw: Mapping[str, Any], layers: Layers) -> Mapping[str, Any]:
+    """Return a config.json of a model with these layers as its rotary embedding is read. That of
+    latent attention may give the share of a query that is rotated, which its sizes say too.
+    """
+    scaling = raw.get("rope_parameters")
+    if not isinstance(layers[0].mixer, LatentAttention) or not isinstance(scaling, Mapping):
+        return raw
+    own = {name: value for name, value in scaling.items() if name != "partial_rotary_factor"}
+    return {**raw, "rope_parameters": own}
+
+
 def latent_rope(rope: RopeConfig, layers: Layers) -> RopeConfig:
     """Return the rotary embedding of a model with these layers: of latent attention, it turns a
     part of the vector that a token keeps.
@@ -81,7 +93,12 @@ def _router(fields: Fields) -> Router:
     return Router(Scores.SOFTMAX, normalised=False, scale=scale)
 
 
-def _layers(fields: Fields, count: int) -> Layers:
+def _router_of_mistral(fields: Fields) -> Router:
+    """Return a router that scores experts by a softmax."""
+    return replace(sigmoid_router(fields, biased=False), scores=Scores.SOFTMAX)
+
+
+def _layers(fields: Fields, count: int, router: Callable[[Fields], Router] = _router) -> Layers:
     """The first layers have dense MLPs, and the others experts; or mlp_layer_types says which."""
     fields.only("moe_layer_freq", 1)
     mixer = _latent(fields)
@@ -93,7 +110,7 @@ def _layers(fields: Fields, count: int) -> Layers:
         fields.get("n_routed_experts")
         return (layer,) * count
     shared = fields.whole("n_shared_experts", 1, least=0) * fields.whole("moe_intermediate_size")
-    experts = experts_of(fields, "n_routed_experts", _router(fields), shared=shared)
+    experts = experts_of(fields, "n_routed_experts", router(fields), shared=shared)
     return where(layer, experts, sparse)
 
 
@@ -132,9 +149,36 @@ _GLM = _SIZES | {
     "routed_scaling_factor": 1.8,
     "rms_norm_eps": 1e-5,
 }
+_MISTRAL4 = _SIZES | {
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 2048,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 _RENAMED = renamed("n_routed_experts")
 LATENT = (
     Family("deepseek_v2", "DeepseekV2", _layers, defaults=_V2, renamed=_RENAMED),
     Family("deepseek_v3", "DeepseekV3", _layers, defaults=_V3, renamed=_RENAMED),
     Family("glm4_moe_lite", "Glm4MoeLite", _layers, defaults=_GLM, renamed=_RENAMED),
+    Family(
+        "mistral4",
+        "Mistral4",
+        partial(_layers, router=_router_of_mistral),
+        defaults=_MISTRAL4,
+        renamed=_RENAMED,
+    ),
 )

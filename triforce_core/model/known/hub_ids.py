@@ -61,6 +61,7 @@ _MODELS = {
     "google/gemma-4-26b-a4b-it": "gemma4-26b-a4b",
     "zai-org/GLM-4.5-Air": "glm-4.5-air",
     "zai-org/GLM-4.7-Flash": "glm-4.7-flash",
+    "mistralai/Mistral-Small-4-119B-2603": "mistral-small-4",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite",
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b",
     "ibm-granite/granite-4.0-h-small": "granite-4.0-h-small",

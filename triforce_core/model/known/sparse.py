@@ -181,6 +181,17 @@ SPARSE: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1e6,
         "dtype": "bfloat16",
     },
+    # Other fields have their defaults.
+    "mistral-small-4": {
+        "model_type": "mistral4",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "vocab_size": 131072,
+        "max_position_embeddings": 1048576,
+        "dtype": "bfloat16",
+    },
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
         "hidden_size": 2048,

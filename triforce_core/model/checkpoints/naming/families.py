@@ -153,7 +153,8 @@ HF_FAMILIES = {
         Naming(HF_BEFORE, recurrent=HF_DELTA_NET, experts=HF_QWEN2),
     ),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), Naming(HF_BEFORE, interleaved=True)
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"),
+        Naming(HF_BEFORE, interleaved=True),
     ),
     "minimax_m2": Naming(HF_BEFORE, experts=HF_MINIMAX),
     "laguna": Naming(HF_BEFORE, experts=HF_LAGUNA),
@@ -218,6 +219,7 @@ _GGUF_POST_ATTENTION = replace(GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_at
 GGUF_FAMILIES = {
     **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5", "cohere2"), _GGUF_PAIRS),
     **dict.fromkeys(("mixtral", "granitemoe", "ernie4_5_moe", "deepseek_v3"), _GGUF_PAIRS),
+    **dict.fromkeys(("ministral3", "mistral4"), _GGUF_PAIRS),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(GGUF, norms=_GGUF_AFTER)),
     **dict.fromkeys(("seed_oss", "glm4_moe", "gpt_oss"), _GGUF_POST_ATTENTION),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
