@@ -26,7 +26,7 @@ triforce runs language models whose context or weights do not fit on the GPU.
 The text has exactly the distribution of the full model.
 
   triforce list                                   models on this machine
-  triforce run qwen3-8b                           download one, and talk to it
+  triforce run qwen3-8b:Q4_K_M                    download one, and talk to it
   triforce plan llama3.1-8b --gpu rtx4090         what fits, and how fast it is
   triforce generate MODEL --prompt-file book.txt  text to standard output
   triforce serve MODEL                            a server, with a page to chat

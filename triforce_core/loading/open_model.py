@@ -23,12 +23,14 @@ class OpenModel:
     `with` block.
 
     seconds: time that opening took
+    announce: called before weights of a drafter are downloaded
     """
 
     name: str
     checkpoint: Checkpoint
     tokenizer: Tokenizer | None
     seconds: float = 0.0
+    announce: Announce = silently
 
     @classmethod
     def at(
@@ -52,7 +54,8 @@ class OpenModel:
         except BaseException:
             checkpoint.close()
             raise
-        return cls(str(model), checkpoint, tokenizer, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return cls(str(model), checkpoint, tokenizer, seconds, announce)
 
     def drafter(self, model: str | Path) -> Checkpoint:
         """Open a draft model for this model, an EAGLE-3 head or a DFlash drafter.
@@ -60,7 +63,7 @@ class OpenModel:
         model: see `at`
         Raises UsageError, also if a draft model has another vocabulary, or as `at` does.
         """
-        path = resolve(model, silently)
+        path = resolve(model, self.announce)
         if (raw := head_at(path)) is not None:
             return open_head(path, raw, self.checkpoint.config)
         drafter = OpenModel.at(path)

@@ -33,8 +33,9 @@ from triforce_core.settings import (
 )
 
 MODEL_HELP = (
-    "a directory with safetensors, a .gguf file, a hub id, a short name such as qwen3-8b, or "
-    "Ollama's name for a model; triforce list shows those on this machine"
+    "a directory with safetensors, a .gguf file, a hub id, a short name such as qwen3-8b, either "
+    "with a quantisation of GGUF files such as qwen3-8b:Q4_K_M, or Ollama's name for a model; "
+    "triforce list shows those on this machine"
 )
 
 

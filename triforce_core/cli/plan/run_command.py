@@ -23,14 +23,16 @@ def run_command(chosen: Candidate, args: argparse.Namespace) -> str:
     """Return a `triforce generate` command, or `serve` for several sequences, that gives the plan
     on the machine it was made for.
 
-    args: the arguments of `plan`; the command names a known shape by its hub id, and the file of a
-        saved plan
+    args: the arguments of `plan`; the command names a known shape by its hub id, a quantised one by
+        a name that stands for a GGUF file, and the file of a saved plan
     """
     on_disk = local(args.model) is not None
     shape, _, mix = ("", "", "") if on_disk else of_ollamas(args.model).partition(":")
     name = hub_id_of(shape) or args.model
-    if mix:
-        name = f"MODEL-{mix.upper()}" if mix.upper() in OF_SAFETENSORS else "MODEL.gguf"
+    if mix.upper() in OF_SAFETENSORS:
+        name = f"MODEL-{mix.upper()}"
+    elif mix:
+        name = f"{shape}:{mix}" if "/" in shape or hub_id_of(shape) else "MODEL.gguf"
     case, plan = chosen.case, chosen.plan
     words = ["triforce", "generate" if case.sequences == 1 else "serve", name]
     if args.save:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from triforce_core.model.checkpoints.drafters.found import head_at
 from triforce_core.model.families.hf import from_hf
+from triforce_core.model.found.folders import CONFIG
+from triforce_core.model.found.quantisations import files_of
 from triforce_offload.checkpoint.header import read_json
-from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError
+from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 
 # Files of a model that are not weights.
 _HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
-_SAFETENSORS = "*.safetensors"
+_SAFETENSORS, _GGUF = "*.safetensors", "*.gguf"
 # Heads alone are read from such files.
 _OF_TORCH = "pytorch_model.bin"
 # Some repositories hold copies of the same weights in other layouts.
@@ -52,23 +55,18 @@ Announce = Callable[[Download], None]
 
 
 def downloaded(name: str, announce: Announce) -> Path:
-    """Return the directory of a hub id's files, and download those that are missing.
+    """Return the directory of a hub id's files, or its GGUF file, and download what is missing.
 
+    name: a hub id, with a quantisation behind a colon or without
     announce: called before weights are downloaded, with their size
-    Raises CheckpointError, UnsupportedModelError before any weights, or DoesNotFitError.
+    Raises CheckpointError, UnsupportedModelError or UsageError before any weights, or
+    DoesNotFitError.
     """
-    from huggingface_hub import snapshot_download
-
+    repository, colon, wanted = name.partition(":")
     try:
-        snapshot = snapshot_download(name, allow_patterns=_HEADERS, ignore_patterns=_IGNORED)
-        files = [*_HEADERS, _SAFETENSORS]
-        if head_at(Path(snapshot)) is None:
-            from_hf(read_json(Path(snapshot) / "config.json"), {})
-        elif not (_has_safetensors(Path(snapshot)) or _planned(name, [_SAFETENSORS])):
-            # Many heads are published in this format alone.
-            files.append(_OF_TORCH)
-        _announce(name, _planned(name, files), announce)
-        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED))
+        if colon:
+            return _gguf(repository, wanted, announce)
+        return _folder(repository, announce)
     except TriforceError:
         raise
     except Exception as error:
@@ -77,29 +75,95 @@ def downloaded(name: str, announce: Announce) -> Path:
         useful = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
         reason = (useful or lines or [type(error).__name__])[0].removeprefix("Got: ")
         raise CheckpointError(
-            f"cannot download {name} from the hub: {reason} (a file or a folder on this machine "
-            "needs no hub)"
+            f"cannot download {repository} from the hub: {reason} (a file or a folder on this "
+            "machine needs no hub)"
         ) from error
 
 
-def cached(name: str) -> Path | None:
-    """Return the directory of a hub id if its config and weights are in the cache, else None."""
-    if name.count("/") != 1:
-        return None
+def _folder(name: str, announce: Announce) -> Path:
+    """Download what is missing of a model in safetensors, or of the usual GGUF file of a repository
+    that has no others.
+    """
+    from huggingface_hub import snapshot_download
+
+    snapshot = snapshot_download(name, allow_patterns=_HEADERS, ignore_patterns=_IGNORED)
+    if _has_only_gguf(name, Path(snapshot)):
+        return _gguf(name, "", announce)
+    files = [*_HEADERS, _SAFETENSORS]
+    if head_at(Path(snapshot)) is None:
+        from_hf(read_json(Path(snapshot) / CONFIG), {})
+    elif not (_has_safetensors(Path(snapshot)) or _planned(name, [_SAFETENSORS])):
+        # Many heads are published in this format alone.
+        files.append(_OF_TORCH)
+    _announce(name, _planned(name, files), announce)
+    return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED))
+
+
+def _has_only_gguf(name: str, snapshot: Path) -> bool:
+    """Whether a repository has GGUF files and no weights in another format.
+
+    snapshot: its folder in the cache, with its config.json, if it has one
+    """
+    if _is_model(snapshot):
+        return False
+    if (snapshot / CONFIG).exists() and _planned(name, [_SAFETENSORS, _OF_TORCH]):
+        return False
+    return bool(_planned(name, [_GGUF], ignored=None)) or any(snapshot.rglob(_GGUF))
+
+
+def _gguf(name: str, wanted: str, announce: Announce) -> Path:
+    """Download what is missing of a GGUF file, or of its parts. Return the first."""
     from huggingface_hub import snapshot_download
 
     try:
+        found = snapshot_download(name, allow_patterns=[_GGUF], dry_run=True)
+    except Exception:
+        if (path := _cached_gguf(name, wanted)) is None:
+            raise
+        return path
+    planned = {each.filename: each for each in found}
+    files = files_of(name, planned, wanted)
+    _announce(f"{name} ({files[0]})", [planned[each] for each in files], announce)
+    return Path(snapshot_download(name, allow_patterns=files)) / files[0]
+
+
+def cached(name: str) -> Path | None:
+    """Return the directory of a hub id if its config and weights are in the cache, or its GGUF
+    file, else None. name: see `downloaded`
+    """
+    repository, colon, wanted = name.partition(":")
+    if repository.count("/") != 1:
+        return None
+    if not colon:
         # Only files that `downloaded` asks for: others of the repository need not be there.
+        folder = _in_cache(repository, [*_HEADERS, _SAFETENSORS], ignored=_IGNORED)
+        if folder is not None and _is_model(folder):
+            return folder
+    return _cached_gguf(repository, wanted)
+
+
+def _cached_gguf(name: str, wanted: str) -> Path | None:
+    """Return the first file of a quantisation that is in the cache, None if it is not."""
+    folder = _in_cache(name, [_GGUF])
+    if folder is None:
+        return None
+    held = [str(path.relative_to(folder)) for path in folder.rglob(_GGUF)]
+    with suppress(UsageError):
+        return folder / files_of(name, held, wanted)[0]
+    return None
+
+
+def _in_cache(name: str, files: list[str], ignored: list[str] | None = None) -> Path | None:
+    """Return the folder of a repository in the cache, None if it is not there."""
+    from huggingface_hub import snapshot_download
+
+    try:
         folder = snapshot_download(
-            name,
-            allow_patterns=[*_HEADERS, _SAFETENSORS],
-            ignore_patterns=_IGNORED,
-            local_files_only=True,
+            name, allow_patterns=files, ignore_patterns=ignored, local_files_only=True
         )
     except Exception:
         return None
-    found = Path(folder)
-    return found if _is_model(found) else None
+    return Path(folder)
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
@@ -117,7 +181,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
         newest = max(repository.revisions, key=lambda each: each.last_modified)
         if _is_model(newest.snapshot_path):
             yield repository.repo_id, newest.snapshot_path
-        for path in sorted(newest.snapshot_path.rglob("*.gguf")):
+        for path in sorted(newest.snapshot_path.rglob(_GGUF)):
             yield str(path), path
 
 
@@ -133,7 +197,7 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def _is_model(folder: Path) -> bool:
-    if not (folder / "config.json").exists():
+    if not (folder / CONFIG).exists():
         return False
     if _has_safetensors(folder):
         return True
@@ -143,14 +207,16 @@ def _is_model(folder: Path) -> bool:
         return False
 
 
-def _planned(name: str, files: list[str]) -> list[DryRunFileInfo]:
+def _planned(
+    name: str, files: list[str], *, ignored: list[str] | None = _IGNORED
+) -> list[DryRunFileInfo]:
     """Return what the hub has of these files, also of those that are in the cache. Without the hub
     there are none, and what is in the cache is used.
     """
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED, dry_run=True)
+        return snapshot_download(name, allow_patterns=files, ignore_patterns=ignored, dry_run=True)
     except Exception:
         return []
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
 from triforce_core.model.found import hub, ollama
 from triforce_core.model.found.hub import Announce, Download
-from triforce_core.model.known.hub_ids import hub_id_of, short_names
+from triforce_core.model.known.hub_ids import gguf_id_of, hub_id_of, short_names
 from triforce_offload.errors import UsageError
+
+# A hub id, and behind a colon a quantisation or a file.
+_HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+(?<!\.gguf)(:[\w./-]+)?")
+_SITE = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
 
 
 def silently(download: Download) -> None:
@@ -18,8 +23,9 @@ def silently(download: Download) -> None:
 def resolve(model: str | Path, announce: Announce = silently) -> Path:
     """Return the directory or GGUF file of a model. A model of the hub is downloaded.
 
-    model: a path; a hub id (owner/name); the name of a known shape, which stands for a hub id; or
-        Ollama's name for a model that it has downloaded
+    model: a path; a hub id (owner/name), also with a quantisation of its GGUF files behind a colon;
+        the name of a known shape, which stands for a hub id; or Ollama's name for a model that it
+        has downloaded
     announce: called before weights are downloaded, with their size
 
     Raises UsageError if `model` is none of these, or as `downloaded` does.
@@ -27,8 +33,8 @@ def resolve(model: str | Path, announce: Announce = silently) -> Path:
     if (path := local(model)) is not None:
         return path
     name = str(model)
-    hub_id = hub_id_of(name.lower()) or name
-    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")) or hub_id.endswith(".gguf"):
+    hub_id = hub_id_of(name.lower()) or gguf_id_of(name) or _SITE.sub("", name)
+    if not _HUB_ID.fullmatch(hub_id):
         near = get_close_matches(name.lower(), short_names(), n=1)
         raise UsageError(
             f"there is no file or directory {name}, and it is no hub id (owner/name), no short "

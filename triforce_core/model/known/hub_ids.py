@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from triforce_core.model.known.mixes import OF_SAFETENSORS
+
 # Known shapes by the hub id of a model.
 _MODELS = {
     "meta-llama/Llama-2-7b-chat-hf": "llama2-7b",
@@ -72,6 +74,8 @@ _MODELS = {
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": "smollm2-1.7b",
     "JackFram/llama-68m": "llama-68m",
 }
+# Who publishes GGUF files of most models, under the models' own names.
+_PUBLISHER = "unsloth"
 # Suffixes that distinguish models of one shape.
 _VARIANT = re.compile(r"-(hf|chat|base|instruct|it|bf16)(?=-|$)")
 # Ends of the ids of quantised models, and the mix that they stand for.
@@ -81,6 +85,7 @@ _QUANTISED = (
     (r"[-.]((gptq-)?int8|(quantized[.])?w8a16)$", "INT8"),
     (r"-fp8([-_]dynamic|-block)?$", "FP8"),
     (r"-nvfp4$", "NVFP4"),
+    (r"-gguf$", "Q4_K_M"),
 )
 # Parts of Ollama's tags that say what a model was trained for.
 _TAGS_OF_TEXTS = ("instruct", "chat", "text", "it")
@@ -124,6 +129,18 @@ def _model(hub_id: str) -> str:
 def hub_id_of(shape: str) -> str | None:
     """Return the hub id of a model of a known shape, or None."""
     return next((hub_id for hub_id, name in _MODELS.items() if name == shape), None)
+
+
+def gguf_id_of(name: str) -> str | None:
+    """Return the hub id of a repository with GGUF files, and its quantisation, for a short name
+    with one, as in `qwen3-8b:Q4_K_M`. None for other names, and for quantisations that are not of
+    GGUF files.
+    """
+    shape, _, mix = name.partition(":")
+    hub_id = hub_id_of(shape.lower())
+    if hub_id is None or not mix or mix.upper() in OF_SAFETENSORS:
+        return None
+    return f"{_PUBLISHER}/{hub_id.rpartition('/')[2]}-GGUF:{mix}"
 
 
 def short_names() -> list[str]:
