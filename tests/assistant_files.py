@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import gguf
+import numpy as np
 import torch
 from gguf_files import describe_gemma4, in_blocks
 from helpers import full_layers
@@ -76,8 +77,8 @@ class RandomAssistant:
             text_config=Gemma4TextConfig(**text),
             backbone_hidden_size=self._width,
             use_ordered_embeddings=made.masked,
-            num_centroids=1,
-            centroid_intermediate_top_k=1,
+            num_centroids=model.config.vocab_size,
+            centroid_intermediate_top_k=5,
         )
         torch.manual_seed(seed)
         # transformers 5.23 takes no model all of whose layers share keys.
@@ -91,6 +92,8 @@ class RandomAssistant:
             if "layer_scalar" in name:
                 each.fill_(0.7)
         assistant.save_pretrained(directory)
+        # Of all tokens, not only of those that it would choose first.
+        assistant.config.use_ordered_embeddings = False
         self.assistant = assistant.double()
 
     def write_gguf(self, path: Path, kind: gguf.GGMLQuantizationType) -> Path:
@@ -134,6 +137,10 @@ class RandomAssistant:
                 tensor.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)))
             else:
                 writer.add_tensor(stored, array)
+        half = full_layers(config).head_dim // 2
+        writer.add_tensor("rope_freqs.weight", np.ones(half, np.float32))
+        if self.made.masked:
+            writer.add_tensor("masked_embd_centroids.weight", np.ones((4, 32), np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -63,7 +63,7 @@ METHODS = [
     *product(("nemotron_h-latent-moe",), ("autoregressive", "ngram", "retrieval")),
     *product(("qwen4_exp-moe",), ("autoregressive", "ngram", "mtp")),
     *product(("llama", "qwen3_5"), ("dflash",)),
-    ("gemma4", "assistant"),
+    *product(("gemma4",), ("assistant", "assistant of one layer")),
 ]
 
 
@@ -95,8 +95,8 @@ def test_accounted_bytes_cover_what_is_allocated(
     if method == "dflash":
         made = dflash_files.KINDS["second"]
         dflash_files.RandomDrafter(model, tmp_path / "blocks", made)
-    if method == "assistant":
-        made = assistant_files.KINDS["usual"]
+    if method.startswith("assistant"):
+        made = assistant_files.KINDS["usual" if method == "assistant" else "one layer"]
         assistant_files.RandomAssistant(model, tmp_path / "assistant", made)
     options = {
         "autoregressive": {"method": "autoregressive"},
@@ -107,7 +107,7 @@ def test_accounted_bytes_cover_what_is_allocated(
         "eagle3": {"draft": head, "budget": 256},
         "dflash": {"draft": tmp_path / "blocks", "budget": 256},
         "assistant": {"draft": tmp_path / "assistant", "budget": 256},
-    }[method]
+    }[method.partition(" ")[0]]
     if family in CHOOSE_KEYS:
         options.pop("budget", None)
     stats = {}

@@ -199,6 +199,11 @@ class ModelConfig(Described):
         return self.layers[0].joins
 
     @property
+    def own_ends(self) -> Shapes:
+        """Shapes of the tensors that a head has outside its layers."""
+        return self.joins.ends(self.hidden, self.vocab, self.vocab_rows)
+
+    @property
     def streams(self) -> Streams | None:
         """The residual streams, None if there is one. All layers have the same."""
         return self.layers[0].streams

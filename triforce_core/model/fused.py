@@ -111,7 +111,8 @@ def _plain(mixer: Attention) -> bool:
     """Return whether an attention has nothing that `Sequence.attention` does not know."""
     more = (mixer.value_norm, mixer.output_gate, mixer.head_gate, mixer.sinks, mixer.score_cap)
     scaled = mixer.scale is not None and not isclose(mixer.scale * mixer.head_dim**0.5, 1)
-    return not any(more) and mixer.projects_values and not scaled
+    projects = mixer.projects_keys and mixer.projects_values
+    return not any(more) and projects and not scaled
 
 
 def _whole(spec: LayerSpec, mixer: Attention, norm: Norm, w: Views) -> Sequence:

@@ -175,7 +175,7 @@ def drafter_layouts(
     layouts, joins = dense_layouts(config, dtype), config.joins
     if joins is None:
         return layouts
-    ends = joins.ends(config.hidden, config.vocab)
+    ends = config.own_ends
     head = _dense(ends, dtype)
     if pieces is not None:
         stored = _as_stored(pieces, dtype)

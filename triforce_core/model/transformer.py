@@ -167,16 +167,15 @@ class Model:
         parts = {kind: list(each.parts(chunk)) for kind, each in rotated.items()}
         here, ngrams = Place(hidden.device, hidden.dtype), self.ends.ngrams
         of_ngrams = ngrams.rows_of(batch) if ngrams else None
-        through = CacheElsewhere(cache, here)
         for index, spec in enumerate(self.config.layers):
             if taps is not None:
                 taps.take(index, hidden)
             with weights.layer(index) as layer:
                 hidden = hidden_for(layer, hidden, here)
-                # Also where the processor is the device: as it will be beside a GPU.
-                keeps = through if layer.by_processor else cache
-                if taps is not None:
-                    keeps = taps.over(keeps, index, spec.mixer)
+                keeps = cache if taps is None else taps.over(cache, index, spec.mixer)
+                if layer.by_processor:
+                    # Also where the processor is the device: as it will be beside a GPU.
+                    keeps = CacheElsewhere(keeps, here)
                 for part in parts[self.config.rotation_of(spec.mixer)]:
                     rows, part = hidden[part.first : part.end], batch_on(part, hidden.device)
                     if spec.ngrams:

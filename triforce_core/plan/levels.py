@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.heads.joins import LONGEST_RECORDED_HEAD
 from triforce_core.model.parts.kept import kv_shape
 from triforce_offload.kv.shape import CopiedShape, KVShape
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
@@ -39,7 +40,7 @@ def copied_shapes(
     """Return the shapes of the keys and values that an assistant copies of the model that it drafts
     for: of a full-attention layer, and of a layer with a window, if it has one.
     """
-    rows, lasts = max_draft_tokens + 1 + LONGEST_RECORDED, config.joins.context
+    rows, lasts = max_draft_tokens + 1 + LONGEST_RECORDED_HEAD, config.joins.context
     full, windowed = config.attention, config.windowed
     of_full = CopiedShape(full.kv_heads, full.head_dim, SINKS, lasts, rows, dtype)
     if windowed is None:
@@ -79,8 +80,9 @@ def head_states_bytes(
         # It keeps none of them.
         states = 0
     elif joins.copies_keys:
-        # Those of the last tokens, and a copy; and the keys and values of some tokens, three times.
-        states = 2 * WINDOW * joins.width + 3 * BLOCK_STATES * joins.kept
+        # Those of the last tokens, and a copy; and the keys and values of some tokens, with what
+        # rotates them.
+        states = 2 * WINDOW * joins.width + 4 * BLOCK_STATES * joins.kept
     return (tapped + states) * itemsize
 
 

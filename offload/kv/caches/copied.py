@@ -75,7 +75,10 @@ class CopiedKeys:
         if self._lasts + count <= most:
             return
         dropped = self._lasts - max(0, min(self._lasts, most - count, most - most // 8))
-        self._rows[:, :, first : end - dropped] = self._rows[:, :, first + dropped : end].clone()
+        for start in range(first, end - dropped, dropped):
+            # Pieces that do not overlap with where they come from.
+            moved = self._rows[:, :, start + dropped : min(start + 2 * dropped, end)]
+            self._rows[:, :, start : start + moved.shape[2]] = moved
         self._lasts -= dropped
         self._begin += dropped
 

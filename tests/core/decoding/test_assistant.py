@@ -204,6 +204,7 @@ REFUSED = {
     "1 of 3 layers share": {"text_num_kv_shared_layers": 1},
     "text_config must be an object": {"text_config": [1]},
     "hidden_size_per_layer_input (8) is not supported": {"text_hidden_size_per_layer_input": 8},
+    "(tie_word_embeddings false) is not supported": {"tie_word_embeddings": False},
 }
 
 
@@ -222,14 +223,47 @@ def test_what_cannot_draft_is_refused_in_a_sentence(gemma, tmp_path, message: st
     assert str(made.directory) in str(found.value)
 
 
-def test_other_frequencies_are_refused_in_a_sentence(gemma, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 5e5}, "rope_theta is 500000, and 10000 for the model"),
+        (
+            {"partial_rotary_factor": 0.5},
+            "rope is proportional {'partial_rotary_factor': 0.5}, and",
+        ),
+        ({"rope_type": "linear", "factor": 8.0}, "rope is linear "),
+    ],
+)
+def test_other_frequencies_are_refused_in_a_sentence(gemma, tmp_path, change, message) -> None:
     path, model = gemma
     made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
-    ropes = json.loads((made.directory / "config.json").read_text())["text_config"]
-    ropes["rope_parameters"][FULL]["rope_theta"] = 5e5
-    changed(made.directory, text_rope_parameters=ropes["rope_parameters"])
-    with pytest.raises(CheckpointError, match="rope_theta is"):
+    text = json.loads((made.directory / "config.json").read_text())["text_config"]
+    text["rope_parameters"][FULL] |= change
+    changed(made.directory, text_rope_parameters=text["rope_parameters"])
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         engine(path, draft=made.directory, **DIRECT)
+
+
+def test_it_is_known_by_its_type_too_and_not_by_a_field(gemma, tmp_path) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", KINDS["usual"])
+    changed(made.directory, architectures=None)
+    engine(path, draft=made.directory, **DIRECT).close()
+    changed(made.directory, architectures=["LlamaForCausalLM"], model_type="llama")
+    with pytest.raises(CheckpointError, match="hidden_size"):
+        engine(path, draft=made.directory, **DIRECT)
+
+
+def test_a_cut_that_leaves_nothing_of_a_window_drafts_nothing(gemma, tmp_path) -> None:
+    path, model = gemma
+    made = RandomAssistant(model, tmp_path / "assistant", Made(window=16))
+    with engine(path, "kv", draft=made.directory, **DIRECT) as ours:
+        own = Context(ours.models)
+        own.prefill(random_ids(60), 60, lambda _: None)
+        drafter, text = own.levels.drafter, own.text.tokens
+        assert drafter.catch_up(Text([*text[:50], 5]), 5) is not None
+        assert drafter.catch_up(Text([*text[:40], 5]), 5) is None
+        own.close()
 
 
 def test_it_drafts_for_gemma_4_alone(llama, gemma, tmp_path) -> None:
@@ -260,8 +294,11 @@ def test_damaged_files_are_refused_in_a_sentence(gemma, tmp_path) -> None:
 def test_a_list_of_tokens_to_choose_from_is_not_used(gemma, tmp_path) -> None:
     path, model = gemma
     made = RandomAssistant(model, tmp_path / "assistant", Made(masked=True))
-    with engine(path, "kv", draft=made.directory, **DIRECT) as ours:
-        assert len(ours.generate(random_ids(20), greedy(5)).token_ids) == 5
+    file = made.write_gguf(tmp_path / "a.gguf", gguf.GGMLQuantizationType.F32)
+    for draft in (made.directory, file):
+        with engine(path, "kv", draft=draft, **DIRECT) as ours:
+            ours.generate(random_ids(20), greedy(5))
+            assert_follows(ours, made)
 
 
 def test_an_assistant_is_no_model_of_its_own(gemma, tmp_path) -> None:

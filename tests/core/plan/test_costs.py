@@ -12,21 +12,31 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce_core.decoding.distributions import limited
+from triforce_core.model.checkpoints.drafters.found import typical_head
+from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
-from triforce_core.model.feed_forward import DenseMLP
+from triforce_core.model.feed_forward import Activation, DenseMLP
+from triforce_core.model.heads.assistant import AssistantModel
 from triforce_core.model.heads.dflash import DFlashModel
 from triforce_core.model.heads.head import OwnTensors
-from triforce_core.model.heads.joins import Convolutions, DFlash, Selector
+from triforce_core.model.heads.joins import Assistant, Convolutions, DFlash, Selector
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.model.layers import Attention, LayerSpec
+from triforce_core.model.layers import Attention, LayerSpec, Norms
 from triforce_core.model.parts.specs import Streams
+from triforce_core.model.rope import Rope
+from triforce_core.model.tensors import drafter_layouts
 from triforce_core.model.transformer import Ends, Model
 from triforce_core.plan.simulation import costs as constants
 from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.drafter_cost import drafter_cost
 from triforce_core.plan.simulation.launches import (
+    ASSISTANT_LAUNCHES,
+    ASSISTANT_LAYER_LAUNCHES,
     CONVOLUTION_LAUNCHES,
+    COPY_LAUNCHES,
     FUSED,
+    HEAD_LAUNCHES,
     KEYS_LAUNCHES,
     POSITION_LAUNCHES,
     SMALL_KERNEL_SECONDS,
@@ -43,7 +53,10 @@ from triforce_kernels.dispatch import KERNELS, _load
 from triforce_kernels.layer import rope_into
 from triforce_kernels.streams import streams as streams_kernels
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.caches.copied import CopiedKV
+from triforce_offload.kv.shape import CopiedShape
 from triforce_offload.machine.profiles import gpu_names, integer_rate, named
+from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.weights.formats import DTYPES
 from triforce_offload.weights.layouts import Views
 
@@ -108,6 +121,14 @@ class Launched(TorchDispatchMode):
         if not (self.inside or operation.is_view or plain.startswith(("empty", "_unsafe_view"))):
             self.names.append(plain)
         return operation(*args, **kwargs or {})
+
+
+def launches_of(launched: Launched, run: Callable[[], object]) -> int:
+    """Return what `run` launches."""
+    launched.names = []
+    with launched:
+        run()
+    return len(launched.names)
 
 
 # What a GPU launches for a kernel of the table: attention over a cache merges its parts.
@@ -181,20 +202,63 @@ def drafter_of_blocks(*, second: bool) -> tuple[DFlashModel, OneLayer]:
     matrix, norm = torch.ones(50, TINY.hidden), torch.ones(TINY.hidden)
     ends = Ends(matrix.bfloat16(), norm.bfloat16(), matrix.bfloat16())
     target = Model(replace(TINY, vocab=50), ends, None, torch.device("cpu"))
-    own = OwnTensors(views(join.ends(TINY.hidden, 50)), None, None)
+    own = OwnTensors(views(config.own_ends), None, None)
     return DFlashModel(config, target, own), OneLayer(views(layer.shapes(TINY.hidden)))
+
+
+def assistant() -> tuple[AssistantModel, OneLayer, CopiedKV]:
+    """An assistant of two layers, one with a window, its weights, and what it attends to."""
+    mixer = Attention(4, 2, 8, qk_norm=True)
+    join = Assistant(TINY.hidden, (1, 0), 2 * mixer.kept)
+    sharing = replace(mixer, projects_keys=False, projects_values=False)
+    narrow = LayerSpec(
+        sharing, DenseMLP(48, Activation.GELU_TANH), Norms.AROUND, output_scale=True, joins=join
+    )
+    ropes = {"rope": RopeConfig(theta=1e6), "window_rope": RopeConfig(theta=1e4)}
+
+    def with_windows(spec: LayerSpec, hidden: int) -> ModelConfig:
+        windowed = replace(spec, mixer=replace(spec.mixer, window=8, window_rope=True))
+        return replace(TINY, layers=(windowed, spec), vocab=50, hidden=hidden, **ropes)
+
+    def views(shapes: dict[str, tuple[int, ...]]) -> Views:
+        return Views((name, torch.full(shape, 0.1).bfloat16()) for name, shape in shapes.items())
+
+    whole, config = with_windows(LayerSpec(mixer, DenseMLP(48)), 32), with_windows(narrow, 16)
+    matrix, norm = torch.ones(50, TINY.hidden).bfloat16(), torch.ones(TINY.hidden).bfloat16()
+    device = torch.device("cpu")
+    target = Model(whole, Ends(matrix, norm, matrix), Rope(whole, device, None, 64), device)
+    model = AssistantModel(config, target, OwnTensors(views(config.own_ends), None, None))
+    shape = CopiedShape(2, 8, 4, 16, 4, torch.bfloat16)
+    keys = CopiedKV(shape, shape, DeviceMemory(device, 1 << 20), "keys")
+    return model, OneLayer(views(narrow.shapes(16))), keys
+
+
+@pytest.mark.usefixtures("recordable")
+def test_kernels_of_an_assistant_are_as_many_as_the_code_launches(launched) -> None:
+    """Of a step, and of the keys and states of new tokens."""
+    model, weights, keys = assistant()
+    tapped = torch.ones(TOKENS, model.config.joins.tapped_width(16)).bfloat16()
+    states, positions = model.states(tapped), torch.arange(TOKENS)
+
+    def note() -> None:
+        for kind, rows in zip(keys.kinds, model.keys(tapped, positions), strict=True):
+            kind.write(0, rows)
+        torch.cat((states, model.states(tapped)))
+
+    def step() -> None:
+        keys.begin()
+        model.step(ForwardBatch(torch.tensor([1]), torch.tensor([3])), states[:1], weights, keys)
+
+    # The drafter makes the positions, by three.
+    assert launches_of(launched, note) == COPY_LAUNCHES - 3
+    layers = len(model.config.layers) * (FUSED.layer - FUSED.merge + 1 + ASSISTANT_LAYER_LAUNCHES)
+    assert launches_of(launched, step) == HEAD_LAUNCHES + ASSISTANT_LAUNCHES + layers
 
 
 @pytest.mark.usefixtures("recordable")
 def test_kernels_of_a_drafter_of_blocks_are_as_many_as_the_code_launches(launched) -> None:
     """Of the states of new tokens, of convolutions, and of a place behind a block."""
-
-    def count(run: Callable[[], object]) -> int:
-        launched.names = []
-        with launched:
-            run()
-        return len(launched.names)
-
+    count = partial(launches_of, launched)
     batch = ForwardBatch.text(torch.zeros(4, dtype=torch.int64), 0, torch.device("cpu"))
     cache, blocks = Cache16(), {}
     for second in (False, True):
@@ -260,6 +324,35 @@ def test_planes_under_more_rows_than_a_tile_are_decoded_first() -> None:
     few, more = (replace(case, split="split").costs.after(rows) for rows in (64, 65))
     dense = case.costs.after(65)
     assert more > dense + few / 3
+
+
+@pytest.mark.parametrize("draft", ["assistant", "dflash", "eagle3"])
+def test_drafters_read_their_matrices_as_stored_and_gpus_exchange_what_they_compute(draft) -> None:
+    """Without launches and operations on integers, quantised matrices save the seconds of their
+    bytes, those of an output matrix included.
+    """
+    config = read_shape("gemma4-31b" if draft == "assistant" else "qwen3-8b")
+    none = {"graph_launch_seconds": 0.0, "launch_seconds": 0.0, "integer_ops_per_second": None}
+    free = replace(named("h200"), **none)
+    fixed = {"method": "speculative", "draft_tokens": 4, "inner_draft_tokens": 0}
+
+    def seconds(mix: str, exchange: float = 0.0, gpus: int = 1) -> float:
+        head = typical_head(draft + mix, config)
+        given = {"draft": draft, "draft_config": head.config, "stored_head": head.pieces}
+        hardware = replace(free, gpus=gpus, all_reduce_seconds=exchange)
+        case = Case(config, hardware, 4096, fixed=fixed, **given)
+        chosen = choose(case)
+        return drafter_cost(case, chosen.plan, chosen.memory).seconds(1)
+
+    whole, quantised = (
+        drafter_layouts(head.config, DTYPES["float16"], head.pieces).nbytes
+        for head in (typical_head(draft, config), typical_head(draft + ":Q4_K_M", config))
+    )
+    # `fc` of an EAGLE-3 head is not counted: it is read when the text has grown.
+    once = 0.85 * (whole - quantised) / free.memory_bytes_per_second
+    assert seconds("") - seconds(":Q4_K_M") > once > 0
+    exchanges = seconds("", 1e-3, gpus=2) - seconds("", gpus=2)
+    assert exchanges > 8e-3 if draft != "eagle3" else exchanges == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,6 +12,7 @@ from triforce_core.cli.plan.plot import check as check_plot
 from triforce_core.cli.plan.plot import plot
 from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.plan.run_command import run_command
+from triforce_core.cli.plan.sweep import sweep
 from triforce_core.cli.plan.trace import trace_of
 from triforce_core.cli.terminal.output import WARNING, say
 from triforce_core.model.checkpoints.drafters.dflash import PADDING
@@ -34,7 +35,6 @@ from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.prediction import case_dict, predict
 from triforce_core.plan.simulation.search import choose
-from triforce_core.plan.simulation.sweep import sweep
 from triforce_core.plan.sizes import choose_block_tokens
 from triforce_core.settings import (
     AUTO,

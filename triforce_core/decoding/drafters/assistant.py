@@ -73,6 +73,9 @@ class AssistantDrafter(TokenDrafter[CopiedKV]):
         if self._kv.end < last or not self._begin < last <= self._begin + len(self._recent):
             return None
         self.roll_back(last)
+        if not all(map(len, self._kv.kinds)):
+            # A cut may leave nothing of a short window.
+            return None
         self._start = (last,)
         return put(text.tokens[last:], self.device)
 

@@ -100,22 +100,16 @@ class Join(ABC):
         """
 
     @abstractmethod
-    def ends(self, hidden: int, vocab: int) -> Shapes:
+    def ends(self, hidden: int, vocab: int, rows: int) -> Shapes:
         """Return the shapes of the head's own tensors outside its layer.
 
         vocab: number of tokens of its output
+        rows: number of rows of its output matrix that a rank has
         """
 
     def embedding(self, hidden: int) -> Shapes:
         """Return the shape of the head's own embedding; empty if it uses the model's."""
         return {}
-
-    def on_share(self, rows: int) -> Join:
-        """Return the kind of head that a rank has if ranks divide the head.
-
-        rows: vocabulary rows of the rank
-        """
-        return self
 
     def on_ranks(self, count: int, vocab: int) -> Join:
         """Return the kind of head that ranks have. A head that is whole on the first rank needs an
@@ -148,7 +142,7 @@ class Mtp(Join):
         norms = {"token_norm": (hidden,), "state_norm": (hidden,)}
         return {**norms, "join": (hidden, 2 * hidden), **shapes}
 
-    def ends(self, hidden: int, vocab: int) -> Shapes:
+    def ends(self, hidden: int, vocab: int, rows: int) -> Shapes:
         return {"norm": (hidden,)}
 
 
@@ -168,7 +162,7 @@ class StreamsMtp(Mtp):
         norms = {"token_norm": (hidden,), "state_norm": (self.streams.count * hidden,)}
         return {**norms, "join_token": (hidden, hidden), "join_state": (hidden, hidden), **shapes}
 
-    def ends(self, hidden: int, vocab: int) -> Shapes:
+    def ends(self, hidden: int, vocab: int, rows: int) -> Shapes:
         return self.streams.of_mean(hidden, "last")
 
 
@@ -210,7 +204,7 @@ class Eagle3(Join):
         rest = {name: shape for name, shape in shapes.items() if name != "input_norm"}
         return {**norms, **rest, "qkv": (shapes["qkv"][0], 2 * hidden)}
 
-    def ends(self, hidden: int, vocab: int) -> Shapes:
+    def ends(self, hidden: int, vocab: int, rows: int) -> Shapes:
         width = self.tapped_width(hidden)
         own = {"norm": (hidden,), "head": (vocab, hidden), "fc": (hidden, width)}
         return own | ({"tap_norm": (width,)} if self.tap_norms else {})
@@ -308,7 +302,7 @@ class DFlash(Join):
         parts = (self.convolutions.shapes(hidden, part) for part in ("mixer", "mlp"))
         return {**shapes, **{name: shape for part in parts for name, shape in part.items()}}
 
-    def ends(self, hidden: int, vocab: int) -> Shapes:
+    def ends(self, hidden: int, vocab: int, rows: int) -> Shapes:
         own = {
             "norm": (hidden,),
             "state_norm": (hidden,),
@@ -331,13 +325,11 @@ class Assistant(Join):
     keys: the last layer of the model without a window, and the last with one, to which layers with
         and without attend; the second only if a layer has a window
     kept: numbers of a token's keys and values in these layers of the whole model
-    rows: rows of the output matrix, or of a rank's part of it
     """
 
     width: int
     keys: tuple[int, ...]
     kept: int
-    rows: int
 
     name = "assistant"
     in_words = "assistant"
@@ -361,13 +353,10 @@ class Assistant(Join):
     def of_layer(self, shapes: Shapes, hidden: int) -> Shapes:
         return shapes
 
-    def on_share(self, rows: int) -> Assistant:
-        return replace(self, rows=rows)
-
-    def ends(self, hidden: int, vocab: int) -> Shapes:
+    def ends(self, hidden: int, vocab: int, rows: int) -> Shapes:
         return {
             "norm": (hidden,),
-            "head": (self.rows, hidden),
+            "head": (rows, hidden),
             "join": (hidden, 2 * self.width),
             "state": (self.width, hidden),
         }

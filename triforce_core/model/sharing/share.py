@@ -84,9 +84,7 @@ class Share:
 
     def _layer(self, whole: LayerSpec) -> LayerSpec:
         mixer = divided(whole.mixer, self.ranks).mixer(self.rank)
-        joins = whole.joins and whole.joins.on_share(len(self.vocab[self.rank]))
-        mlp = mlp_share(whole.mlp, self.columns, self.rank)
-        return replace(whole, mixer=mixer, mlp=mlp, joins=joins)
+        return replace(whole, mixer=mixer, mlp=mlp_share(whole.mlp, self.columns, self.rank))
 
     def heads(self, mixer: Mixer) -> Heads:
         """Return the heads of each rank in layers with this mixer of the whole model."""

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 
-from triforce_core.model.config import ModelConfig
 from triforce_core.model.parts.kept import kv_shape
-from triforce_core.model.tensors import Layouts, drafter_layouts
 from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, without_kernels
-from triforce_core.plan.levels import WINDOW, fitting_budget
+from triforce_core.plan.levels import fitting_budget
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
     NGRAM_PROPOSED,
@@ -19,18 +16,12 @@ from triforce_core.plan.simulation.acceptance_curve import (
     expected_tree,
 )
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.costs import Costs
-from triforce_core.plan.simulation.launches import (
-    CONVOLUTION_LAUNCHES,
-    KEYS_LAUNCHES,
-    POSITION_LAUNCHES,
-    STATES_LAUNCHES,
-    prefill_flops,
-)
+from triforce_core.plan.simulation.drafter_cost import DrafterCost, drafter_cost
+from triforce_core.plan.simulation.launches import prefill_flops
 from triforce_core.plan.simulation.processor import fastest_counts
 from triforce_core.plan.simulation.round_cost import RoundCost
 from triforce_core.plan.sizes import PREFILL_CHUNK
-from triforce_core.settings import AUTO, MOST_DRAFT_TOKENS, MethodSettings
+from triforce_core.settings import AUTO, MethodSettings
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
@@ -205,7 +196,7 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan, tree: int = 0) -> Can
     tree: as for `candidates`
     """
     method = chosen.method
-    drafter = _drafter(case, chosen, memory)
+    drafter = drafter_cost(case, chosen, memory)
     step = refresh = 0.0
     if chosen.budget:
         refresh = _refresh_seconds(case, chosen, memory)
@@ -230,7 +221,7 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan, tree: int = 0) -> Can
 
 
 def _level(
-    case: Case, chosen: Plan, memory: MemoryPlan, drafter: _Drafter
+    case: Case, chosen: Plan, memory: MemoryPlan, drafter: DrafterCost
 ) -> tuple[int, float, float, float]:
     """Return what a retrieval level drafts: the number of tokens, how many of them and of the
     target's own a pass yields, the seconds of the draft, and those of a step.
@@ -278,10 +269,10 @@ def _tree(case: Case, chosen: Plan, memory: MemoryPlan, nodes: int) -> tuple[flo
     whole = RoundCost(case.costs, memory, case.length, rows).least_seconds
 
     def tree(deepest: int) -> tuple[float, float]:
-        drafter = _drafter(case, chosen, memory, max(1, nodes // deepest))
+        drafter = drafter_cost(case, chosen, memory, max(1, nodes // deepest))
         return expected_tree(case.curve.inner, nodes, deepest), drafter.seconds(deepest)
 
-    longest = _drafter(case, chosen, memory).longest
+    longest = drafter_cost(case, chosen, memory).longest
     trees = map(tree, range(1, min(_DEEPEST, nodes, longest) + 1))
     return min(trees, key=lambda found: (whole + case.sequences * found[1]) / found[0])
 
@@ -307,71 +298,6 @@ def _fit(case: Case, method: MethodSettings) -> Resolved:
             placement = placement.with_slots()
         memory = replace(memory, placement=placement)
     return replace(fitted, memory=room.with_files(memory))
-
-
-@dataclass(frozen=True)
-class _Drafter:
-    """Seconds of the lowest level. N-gram lookup is counted as 0.
-
-    token: of each token of a chain, or each level of a tree
-    draft: of a draft, however long it is
-    longest: number of tokens of its longest chain or path
-    """
-
-    token: float = 0.0
-    draft: float = 0.0
-    longest: int = MOST_DRAFT_TOKENS
-
-    def seconds(self, tokens: int) -> float:
-        """Return the seconds of a chain of tokens, or of a tree with as many levels."""
-        return self.draft + min(tokens, self.longest) * self.token if tokens else 0.0
-
-    def expected(self, acceptance: float, tokens: int) -> float:
-        """Return how many tokens a chain yields, with the verifier's own."""
-        return expected_tokens(acceptance, min(tokens, self.longest))
-
-
-def _drafter(case: Case, chosen: Plan, memory: MemoryPlan, rows: int = 1) -> _Drafter:
-    """Return the seconds of the lowest level. rows: tokens of a level of a tree"""
-    config = case.drafter
-    if config is None:
-        return _Drafter()
-    costs = Costs(config, case.dtype, replace(case.hardware, gpus=1))
-    if case.head_pieces:
-        layers = drafter_layouts(config, case.dtype, case.head_pieces).layers
-        costs = replace(costs, stored=costs.matrices.with_layers(layers))
-    joins = config.joins
-    if joins and not joins.owns_ends:
-        # It multiplies by the model's own output matrix: an MTP head on all GPUs.
-        ends = case.costs.matrices
-        own = replace(costs.matrices, head=ends.head, head_read=ends.head_read)
-        costs = replace(costs, hardware=case.hardware, stored=own)
-    # Heads are recorded beside other forwards alone (`draft_levels`).
-    needs = memory.requirements
-    recorded = not joins or bool(chosen.budget) or needs.records_passes
-    if not joins or not joins.block:
-        seen = (joins and joins.context) or WINDOW
-        return _Drafter(costs.resident_forward(rows, seen, recorded=recorded))
-    block = costs.resident_forward(joins.block, joins.context, recorded=recorded)
-    if joins.convolutions:
-        block += len(config.layers) * costs.small(CONVOLUTION_LAUNCHES, recorded=recorded)
-    block += _states_seconds(config, costs, drafter_layouts(config, case.dtype, case.head_pieces))
-    return _Drafter(costs.small(POSITION_LAUNCHES), block, joins.block - 1)
-
-
-def _states_seconds(config: ModelConfig, costs: Costs, layouts: Layouts) -> float:
-    """Return the seconds in which a drafter of blocks computes keys and values of new tokens, at
-    most a block: products that read matrices once more.
-    """
-    joins = config.joins
-    matrices = [(layouts.head.formats["fc"], joins.ends(config.hidden, config.vocab)["fc"])]
-    for layer, spec in zip(layouts.layers, config.layers, strict=True):
-        matrices.append((layer.formats["qkv"], spec.shapes(config.hidden)["qkv"]))
-    work = sum(
-        costs.product(joins.block, prod(shape), stored.nbytes, stored.read)
-        for stored, shape in matrices
-    )
-    return costs.launched(work, STATES_LAUNCHES + KEYS_LAUNCHES * len(config.layers))
 
 
 def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:

@@ -26,6 +26,7 @@ from triforce_core.plan.simulation.launches import (
     DISTRIBUTION_BYTES,
     EXPERT_LAUNCHES,
     FUSED,
+    HEAD_LAUNCHES,
     LAW_PASSES,
     LAW_SEARCH_STEPS,
     LAW_STEP_NUMBERS,
@@ -252,7 +253,7 @@ class Costs:
         )
         distributions = max(distributions, self._distribution_steps())
         work = self.product(tokens, matrix, self.matrices.head, self.matrices.head_read)
-        return self.launched(work, 9, recorded) + distributions + self._ends(tokens)
+        return self.launched(work, HEAD_LAUNCHES, recorded) + distributions + self._ends(tokens)
 
     def _distribution_steps(self) -> float:
         """Return the seconds of the program for one row's distribution. The programs of other rows

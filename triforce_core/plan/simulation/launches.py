@@ -90,6 +90,12 @@ DISTRIBUTION_BYTES = 120.0
 # one of its positions.
 CONVOLUTION_LAUNCHES, POSITION_LAUNCHES = 16, 7
 STATES_LAUNCHES, KEYS_LAUNCHES = 15, 5
+# Launches of an assistant (`heads.assistant`) with the usual two kinds of layers: of a step beside
+# those of a model's layers and of its output matrix; in each of its layers, beside those of a
+# model; and of copying what a pass showed of new tokens.
+ASSISTANT_LAUNCHES, ASSISTANT_LAYER_LAUNCHES, COPY_LAUNCHES = 18, 8, 37
+# Launches from the last layer to logits, with those of the embedding.
+HEAD_LAUNCHES = 9
 # How often a norm reads or writes its row, a rotation its heads, and SwiGLU its row.
 NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
 # Launches of a round of `levels.speculate` outside its forward: the rule, one wait, and the copies

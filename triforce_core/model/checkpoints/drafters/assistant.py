@@ -4,7 +4,7 @@ writes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from triforce_core.model.checkpoints.drafters.files import DrafterCheckpoint
 from triforce_core.model.checkpoints.gguf_config import gguf_config
 from triforce_core.model.checkpoints.naming.names import gguf_names, hf_names
 from triforce_core.model.checkpoints.naming.pieces import Piece
-from triforce_core.model.config import ModelConfig
+from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.hf import SOURCE, from_hf, quantised
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.feed_forward import Activation, DenseMLP
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "gemma4-assistant"
 _CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _FAMILIES = ("gemma4_text", "gemma4_unified_text")
 _TEXT = "text_config"
 # Names outside the layers, in safetensors and in GGUF.
@@ -42,7 +43,7 @@ def is_assistant(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of an assistant."""
     names = raw.get("architectures")
     first = names[0] if isinstance(names, list) and names else None
-    return first in _CLASSES or "backbone_hidden_size" in raw
+    return first in _CLASSES or (first is None and raw.get("model_type") in _TYPES)
 
 
 def fields_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,16 +63,20 @@ def assistant_config(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig
     fields, text = Fields(raw, SOURCE), raw.get(_TEXT)
     if not isinstance(text, Mapping):
         raise CheckpointError(f"{SOURCE}: {_TEXT} must be an object, got {text!r}")
-    shared, count = text.get("num_kv_shared_layers"), text.get("num_hidden_layers")
+    _check_shared(text.get("num_kv_shared_layers"), text.get("num_hidden_layers"), SOURCE)
+    tied = fields.flag("tie_word_embeddings", True)
+    own = {"architectures": None, "num_kv_shared_layers": None, "tie_word_embeddings": tied}
+    width = fields.whole("backbone_hidden_size", 1536)
+    return _of_target(from_hf({**text, **own}, {}), width, target, SOURCE)
+
+
+def _check_shared(shared: object, count: object, where: str) -> None:
+    """Raise UnsupportedModelError unless all layers attend to the model's keys."""
     if shared not in (None, 0, count):
         raise UnsupportedModelError(
-            f"{SOURCE}: an assistant with keys of its own ({shared} of {count} layers share the "
+            f"{where}: an assistant with keys of its own ({shared} of {count} layers share the "
             "model's) is not supported"
         )
-    own = {"architectures": None, "num_kv_shared_layers": None}
-    return _of_target(
-        from_hf({**text, **own}, {}), fields.whole("backbone_hidden_size"), target, SOURCE
-    )
 
 
 def _of_target(config: ModelConfig, width: int, target: ModelConfig, where: str) -> ModelConfig:
@@ -88,10 +93,15 @@ def _of_target(config: ModelConfig, width: int, target: ModelConfig, where: str)
         )
     if any(spec.mlp.active for spec in config.layers):
         raise UnsupportedModelError(f"{where}: an assistant with experts is not supported")
+    if not config.tied:
+        raise UnsupportedModelError(
+            f"{where}: an assistant whose output matrix is not its embedding "
+            "(tie_word_embeddings false) is not supported"
+        )
     theirs = [
         ("backbone_hidden_size", width, target.hidden),
         ("vocab_size", config.vocab, target.vocab),
-        ("rope_theta", _thetas(config), _thetas(target)),
+        *_rotations(config, target),
     ]
     for what, ours, model in (
         (None, config.attention, target.attention),
@@ -108,7 +118,7 @@ def _of_target(config: ModelConfig, width: int, target: ModelConfig, where: str)
     # The last layers of each kind.
     keys = [target.kv_layers[-1], *([target.window_layers[-1]] if config.windowed else [])]
     kept = sum(target.layers[layer].mixer.kept for layer in keys)
-    join = Assistant(target.hidden, tuple(keys), kept, target.vocab)
+    join = Assistant(target.hidden, tuple(keys), kept)
     return replace(
         config,
         layers=tuple(_sharing(spec, join) for spec in config.layers),
@@ -130,9 +140,22 @@ def _heads(mixer: Attention) -> str:
     return f"{mixer.kv_heads} of {mixer.head_dim}"
 
 
-def _thetas(config: ModelConfig) -> tuple[float, ...]:
-    ropes = (config.rope, config.window_rope)
-    return tuple(rope.theta for rope in ropes if rope)
+def _rotations(config: ModelConfig, target: ModelConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield how an assistant and its model rotate heads, if they say it alike. A GGUF file of
+    Gemma 4 has frequencies in a tensor instead.
+    """
+    for name in ("rope", "window_rope"):
+        ours, theirs = getattr(config, name), getattr(target, name)
+        if ours is None or theirs is None:
+            continue
+        alike = {ours.type, theirs.type} == {"default", "proportional"} or ours == theirs
+        yield "rope_theta", f"{ours.theta:g}", f"{theirs.theta:g}"
+        if not alike:
+            yield name, _of_rope(ours), _of_rope(theirs)
+
+
+def _of_rope(rope: RopeConfig) -> str:
+    return f"{rope.type} {dict(rope.parameters)}"
 
 
 def _sharing(spec: LayerSpec, join: Assistant) -> LayerSpec:
@@ -189,6 +212,8 @@ def open_assistant(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> A
     source = GGUFSource(path)
     try:
         own = gguf_config(_AsModel(source))
+        shared = source.metadata.get(f"{ARCHITECTURE}.attention.shared_kv_layers")
+        _check_shared(shared, len(own.layers), str(path))
         width = Fields(source.metadata, str(path)).whole(f"{ARCHITECTURE}.embedding_length_out")
         config = _of_target(own, width, target, str(path))
     except BaseException:
@@ -224,10 +249,7 @@ class _AsModel:
 
 def _names(config: ModelConfig, *, in_gguf: bool) -> Callable[[str], list[Piece]]:
     """Return the pieces of each tensor of an assistant."""
-    of_model, shapes = (
-        (gguf_names if in_gguf else hf_names)(config),
-        config.joins.ends(config.hidden, config.vocab),
-    )
+    of_model, shapes = (gguf_names if in_gguf else hf_names)(config), config.own_ends
 
     def pieces(name: str) -> list[Piece]:
         if name in _ENDS:

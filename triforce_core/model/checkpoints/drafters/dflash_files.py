@@ -149,11 +149,11 @@ def open_dflash(path: Path, raw: Mapping[str, Any], target: ModelConfig) -> DFla
 
 def _names(config: ModelConfig, *, in_gguf: bool) -> Callable[[str], list[Piece]]:
     """Return the pieces of each tensor of the drafter."""
-    of_model, join = (gguf_names if in_gguf else hf_names)(config), config.joins
+    of_model = (gguf_names if in_gguf else hf_names)(config)
 
     def pieces(name: str) -> list[Piece]:
         if name in _ENDS:
-            rows = join.ends(config.hidden, config.vocab)[name][0]
+            rows = config.own_ends[name][0]
             return [Piece(_ENDS[name][in_gguf], rows)]
         layer, _, part = name.rpartition(".")
         if part in _CONVOLUTIONS:

@@ -207,7 +207,7 @@ class Eagle3Checkpoint(Checkpoint):
         config, join = self.config, self.config.joins
         shapes = {
             **config.layers[0].shapes(config.hidden),
-            **join.ends(config.hidden, config.vocab),
+            **config.own_ends,
             **join.embedding(config.hidden),
         }
         for name, shape in shapes.items():

@@ -21,7 +21,7 @@ LEARNED = ("mixer_conv", "mlp_conv")
 
 def shapes_of(config: ModelConfig) -> Shapes:
     """Return the shapes of all tensors of a drafter."""
-    shapes = config.joins.ends(config.hidden, config.vocab)
+    shapes = config.own_ends
     for index, spec in enumerate(config.layers):
         parts = spec.shapes(config.hidden)
         shapes |= {f"layers.{index}.{part}": shape for part, shape in parts.items()}
@@ -41,7 +41,7 @@ def typical_pieces(config: ModelConfig, mix: str) -> Pieces:
 
     Raises UsageError.
     """
-    ends = config.joins.ends(config.hidden, config.vocab)
+    ends = config.own_ends
     of_model = pieces_of(config, mix)
     (_, usual), *_ = of_model("layers.0.o")
 
