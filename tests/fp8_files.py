@@ -80,6 +80,49 @@ def quantise(directory: Path, model: torch.nn.Module) -> None:
     write(directory, made, CONFIG)
 
 
+def quantise_as_mistral(directory: Path, model: torch.nn.Module, projections: int) -> None:
+    """Writes a checkpoint, and its twin, as Mistral Small 4 is published: in FP8 with a scale for
+    each matrix, experts stacked, beside scales of inputs, as the language model of one that reads
+    images.
+
+    projections: number of scales of an expert's gate and up projections
+    """
+    made = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        path = "language_model." + name
+        if "proj" not in name:
+            made[path] = tensor
+            continue
+        count = projections if "gate_up" in name else 1
+        parts = tensor.unflatten(-2, (count, -1))
+        scales = parts.abs().amax((-1, -2), keepdim=True) / 448
+        numbers = (parts / scales).to(torch.float8_e4m3fn)
+        model.get_parameter(name).data.copy_((numbers.float() * scales).view_as(tensor))
+        made[path] = numbers.view_as(tensor)
+        stacked = tensor.dim() == 3
+        made[f"{path}_scale_inv"] = scales.view(-1, count, 1) if stacked else scales.view(())
+        inputs = f"{path}_" if stacked else path.removesuffix("weight")
+        made[f"{inputs}activation_scale"] = torch.ones(tensor.shape[:-2])
+    quantised = {
+        "activation_scheme": "static",
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": None,
+    }
+    made["vision_tower.patch_conv.weight"] = torch.ones(4, 3, 2, 2)
+    write(directory, made, quantised)
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    whole = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "quantization_config": config.pop("quantization_config"),
+        "text_config": config,
+        "vision_config": {"model_type": "pixtral"},
+    }
+    file.write_text(json.dumps(whole))
+
+
 def write(directory: Path, tensors: dict[str, torch.Tensor], config: dict) -> None:
     """Writes the tensors of a checkpoint, and how they are quantised."""
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})

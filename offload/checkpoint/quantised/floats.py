@@ -24,16 +24,51 @@ if TYPE_CHECKING:
 SCALE_SUFFIX, _OTHER_SUFFIX = SCALE_SUFFIXES = "_scale_inv", "_scale"
 # Scales of its inputs, which are not rounded here, and zeros that are always 0.
 _UNUSED = ("input_scale", "activation_scale", "input_zero_point", "weight_zero_point")
+# A matrix, or those of experts one above the other.
+_DIMENSIONS = (2, 3)
 _SCALES = ("F32", "F16", "BF16")
 _BLOCKS, _EXPONENTS = "_blocks", "_scales"
 
 
 @dataclass(frozen=True)
+class Tile:
+    """Which numbers of a matrix share a scale. Matrices of experts may stand one above the other.
+
+    rows, columns: number of rows and columns that do
+    across: number of scales of a row
+    """
+
+    rows: int
+    columns: int
+    across: int = 1
+
+    @classmethod
+    def of(cls, scales: tuple[int, ...], shape: tuple[int, ...]) -> Tile | None:
+        """Return the tile that scales of a shape stand for; None if they fit none."""
+        *experts, rows, columns = shape
+        size = F8_E4M3.elements
+        blocks = (*experts, -(-rows // size), columns // size)
+        if scales == blocks and (not experts or rows % size == 0):
+            return cls(size, size, blocks[-1])
+        while scales and scales[-1] == 1:
+            scales = scales[:-1]
+        if not scales:
+            return cls(prod(experts) * rows, columns)
+        if scales == tuple(experts):
+            return cls(rows, columns)
+        if experts and scales == (*experts, 2) and rows % 2 == 0:
+            # Of gates, and of up projections.
+            return cls(rows // 2, columns)
+        return cls(1, columns) if scales == (*experts, rows) else None
+
+
+@dataclass(frozen=True)
 class FP8:
-    """Numbers of 8 bits, with a scale for each 128 by 128 of them, for each row, or for all.
+    """Numbers of 8 bits, with a scale for each 128 by 128 of them, for each row, for each matrix of
+    several, or for all.
 
     scaled: name of the scales
-    tile: rows and columns that share a scale, None if the scales have no such shape
+    tile: what shares a scale, None if the scales have no such shape
     held: names of tensors that are not needed
     """
 
@@ -41,7 +76,7 @@ class FP8:
 
     name: str
     scaled: str
-    tile: tuple[int, int] | None
+    tile: Tile | None
     held: tuple[str, ...] = ()
 
     @classmethod
@@ -50,9 +85,10 @@ class FP8:
         names = (name + suffix for suffix in SCALE_SUFFIXES)
         scaled = next((each for each in names if each in stored), name + SCALE_SUFFIX)
         tile, shape = None, stored[name].shape
-        if scaled in stored and len(shape) == 2:
-            tile = _tile(stored[scaled].shape, shape)
-        prefix = name.removesuffix("weight")
+        if scaled in stored and len(shape) in _DIMENSIONS:
+            tile = Tile.of(stored[scaled].shape, shape)
+        # Stacked matrices of experts have no "weight" in their names.
+        prefix = name.removesuffix("weight") if name.endswith("weight") else name + "_"
         held = tuple(prefix + part for part in _UNUSED if prefix + part in stored)
         return cls(name, scaled, tile, held)
 
@@ -64,15 +100,14 @@ class FP8:
         """QuantisedTensor.shape."""
         name, size = self.name, self.kind.elements
         shape = stored[name].shape
-        if len(shape) != 2 or shape[1] % size:
+        if len(shape) not in _DIMENSIONS or shape[-1] % size:
             raise UnsupportedModelError(
-                f"{path}: {name} is F8_E4M3 of shape {list(shape)}; supported are matrices, one "
-                f"a tensor, whose rows are a multiple of {size} numbers"
+                f"{path}: {name} is F8_E4M3 of shape {list(shape)}; supported are matrices, or "
+                f"those of experts in one tensor, whose rows are a multiple of {size} numbers"
             )
         if self.tile is None:
-            raise CheckpointError(
-                f"{path}: {self.scaled} is missing or not of shape {list(_tiles(shape))}"
-            )
+            blocks = [*shape[:-2], -(-shape[-2] // size), shape[-1] // size]
+            raise CheckpointError(f"{path}: {self.scaled} is missing or not of shape {blocks}")
         check_dtype(self.scaled, stored, path, _SCALES)
         return shape
 
@@ -80,34 +115,22 @@ class FP8:
         """QuantisedTensor.read_blocks."""
         import torch
 
-        size, (tall, wide) = self.kind.elements, self.tile or (0, 0)
+        assert self.tile is not None, "its shape was asked for"
+        size, tall, across = self.kind.elements, self.tile.rows, self.tile.across
         count = into.shape[-1] // self.kind.nbytes
         rows = into.numel() // into.shape[-1]
         numbers = torch.empty(rows, count * size, dtype=torch.float8_e4m3fn)
         read(self.name, numbers, corner)
         # Scales begin with the tile of the first row; rows of that tile above it are cut off below.
         above = corner.row % tall
-        scales = torch.empty(-(-(above + rows) // tall), count if wide == size else 1)
-        read(self.scaled, scales, Corner(corner.row // tall, corner.column // wide))
+        scales = torch.empty(-(-(above + rows) // tall), count if across > 1 else 1)
+        begin = Corner(corner.row // tall, corner.column // self.tile.columns)
+        read(self.scaled, scales, begin, across)
         each = scales.repeat_interleave(tall, 0)[above : above + rows].expand(rows, count)
         made = torch.empty(rows, count, self.kind.nbytes, dtype=torch.uint8)
         made[..., :size] = numbers.view(torch.uint8).unflatten(1, (-1, size))
         made[..., size:] = each.unsqueeze(-1).contiguous().view(torch.uint8)
         into.copy_(made.flatten(1).view(into.shape))
-
-
-def _tiles(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the scales of a matrix, if each stands for 128 by 128 numbers."""
-    return -(-shape[0] // F8_E4M3.elements), shape[1] // F8_E4M3.elements
-
-
-def _tile(scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return how many rows and columns of a matrix share a scale; None if scales do not fit."""
-    if scales == _tiles(shape):
-        return F8_E4M3.elements, F8_E4M3.elements
-    if scales in ((), (1,), (1, 1)):
-        return shape[0], shape[1]
-    return (1, shape[1]) if scales in ((shape[0],), (shape[0], 1)) else None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FP8 with block scales, as Qwen3 and others are published: the text of the dequantised weights."""
+"""FP8 as Qwen3, Mistral Small 4 and others are published: the text of the dequantised weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fp8_files import FP8_LATENT, FP8_RECURRENT, FP8_SIZES, quantise
+from fp8_files import FP8_LATENT, FP8_RECURRENT, FP8_SIZES, quantise, quantise_as_mistral
 from helpers import PLACEMENTS, make_model
 from oracle import assert_equal_but_for_ties
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,8 @@ from triforce_core.model.tensors import split_layouts
 from triforce_core.plan.formats import split_weights
 from triforce_core.plan.simulation.case import Case
 from triforce_kernels.weights.block_types import F8_E4M3, BlockType
+from triforce_offload.checkpoint.safetensors import SafetensorsSource
+from triforce_offload.checkpoint.source import Corner
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 from triforce_offload.machine.profiles import named
 from triforce_offload.weights.formats import DTYPES
@@ -71,6 +73,52 @@ def test_greedy_text_is_that_of_the_dequantised_model(
 def test_what_streams_by_its_low_bits_gives_the_text(quantised, name: str, dtype: str) -> None:
     """And the high bits draft for it."""
     check_texts(quantised[0], name, dtype)
+
+
+@pytest.mark.parametrize("projections", [1, 2])
+def test_mistral_small_4_as_it_is_published(tmp_path, projections: int) -> None:
+    """A scale for each matrix, and stacked experts."""
+    model = make_model("mistral4-moe", tmp_path, **FP8_LATENT | {"first_k_dense_replace": 1})
+    quantise_as_mistral(tmp_path, model, projections)
+    theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
+    theirs, sizes = theirs[0, len(PROMPT) :].tolist(), {}
+    for weights in ("dense", "stored", "split"):
+        options = {"placement": PLACEMENTS["weights"], "method": "autoregressive"}
+        with pytest.warns(RuntimeWarning, match="reads images"):
+            running = engine(tmp_path, weights=weights, **options)
+        with running:
+            result = running.generate(PROMPT, GREEDY)
+            sizes[weights] = running.runtime.plan.requirements.layer_bytes[2]
+        assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs)
+    assert max(sizes["stored"], sizes["split"]) < 0.4 * sizes["dense"]
+
+
+@pytest.mark.parametrize(
+    "scales", [(), (1,), (3,), (3, 1, 1), (3, 2), (3, 2, 1), (3, 256), (3, 256, 1), (3, 2, 2)]
+)
+def test_matrices_of_experts_in_one_tensor(tmp_path, scales: tuple[int, ...]) -> None:
+    """Any rows of them, with a scale for all, for each, for each half, each row, or each tile."""
+    torch.manual_seed(0)
+    numbers = torch.randn(3, 256, 256).to(torch.float8_e4m3fn)
+    factors = torch.rand(scales) + 1
+    save_file({"m": numbers, "m_scale_inv": factors}, tmp_path / "model.safetensors")
+    columns = 2 if scales == (3, 2, 2) else 1
+    tiles = factors.expand(3, 1, 1) if factors.numel() == 1 else factors.view(3, -1, columns)
+    whole = tiles.repeat_interleave(256 // tiles.shape[1], 1)
+    whole = numbers.float() * whole.repeat_interleave(256 // columns, 2)
+    source = SafetensorsSource(tmp_path)
+    assert (source.shape("m"), source.blocks("m")) == ((3, 256, 256), F8_E4M3)
+    for corner, shape in (
+        (Corner(0, 0), (768, 256)),
+        (Corner(256, 0), (128, 256)),
+        (Corner(384, 128), (128, 128)),
+        (Corner(500, 0), (150, 128)),
+    ):
+        read = torch.empty(shape)
+        source.read("m", read, corner)
+        expected = whole.flatten(0, 1)[corner.row :, corner.column :]
+        assert torch.equal(read, expected[: shape[0], : shape[1]])
+    source.close()
 
 
 def tensors_of_llama(path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
