@@ -17,8 +17,9 @@ def describe_latent(writer: gguf.GGUFWriter, config: object) -> None:
     writer.add_value_length(latent)
     writer.add_key_length_mla(config.qk_nope_head_dim + rotated)
     writer.add_value_length_mla(config.v_head_dim)
-    if config.rope_parameters.get("mscale_all_dim"):
-        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+    rope = config.rope_parameters
+    if scale := rope.get("mscale_all_dim", 1.0 if "llama_4_scaling_beta" in rope else None):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scale)
 
 
 def latent_tensors(config: object, layer: str, array: np.ndarray) -> dict[str, np.ndarray]:

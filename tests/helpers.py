@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -67,7 +68,9 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
     kind, options = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
     made = getattr(transformers, f"{kind}ForCausalLM")
-    model = made(made.config_class(**{**SIZES, **options, **overrides})).eval()
+    # Configs write into what they get.
+    sizes = copy.deepcopy({**SIZES, **options, **overrides})
+    model = made(made.config_class(**sizes)).eval()
     if model._can_set_experts_implementation():
         # The others take no float64, in which some tests compute.
         model.set_experts_implementation("eager")

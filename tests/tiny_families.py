@@ -293,11 +293,12 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         {
             **LATENT,
             "q_lora_rank": 24,
+            # Published files have an mscale and an mscale_all_dim of 1 instead of the factor, by
+            # which transformers 5.23 sharpens scores.
             "rope_parameters": YARN
             | {
                 "original_max_position_embeddings": 20,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
+                "attention_factor": 1.0,
                 "llama_4_scaling_beta": 0.4,
             },
         },

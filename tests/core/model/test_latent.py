@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import gguf
 import pytest
 import torch
@@ -24,6 +27,7 @@ from triforce_offload.errors import CheckpointError, UnsupportedModelError
 from triforce_offload.weights.formats import DTYPES
 from triforce_offload.weights.split_formats import SplitBF16
 
+ONES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 # As published, without fields that say nothing of the layers.
 GLM = {
     "architectures": ["Glm4MoeLiteForCausalLM"],
@@ -181,6 +185,28 @@ def test_gguf_files_of_mistral_4_need_not_say_that_queries_grow(tiny, tmp_path) 
     write_gguf(model, tmp_path / "m.gguf", describe=describe)
     found = open_checkpoint(tmp_path / "m.gguf").config.rope.query_growth
     assert (expected, found) == ((0.4, 20), (0.1, 20))
+
+
+def test_scores_of_mistral_4_are_not_sharpened(tmp_path) -> None:
+    """As its publisher's params.json says (apply_scale false). The config.json that is published
+    with it has an mscale_all_dim of 1, of which the first versions of transformers made nothing.
+    """
+    model = make_model("mistral4-moe", tmp_path)
+    prompt = random_ids(80)
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    rope = config["rope_parameters"]
+    assert rope.pop("attention_factor") == 1.0
+    file.write_text(json.dumps(config | {"rope_parameters": rope | ONES}))
+    with Engine.from_pretrained(tmp_path, device="cpu", max_context=100) as ours:
+        text = ours.generate(prompt, greedy(12)).token_ids
+        scale = ours.models.target.config.attention.scale
+    assert_equal_but_for_ties(model, prompt, text, theirs[0, 80:].tolist())
+    assert scale == (16 + 8) ** -0.5
+    # Those of DeepSeek are, by the same fields.
+    sharpened = from_hf(GLM | {"rope_parameters": rope | ONES}, {}).attention.scale
+    assert sharpened == pytest.approx((0.1 * math.log(4) + 1) ** 2 / 16)
 
 
 def test_gguf_files_of_softmax_routers_with_groups_are_refused(tiny, tmp_path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +18,8 @@ from triforce_core.model.layers import LatentAttention, LayerSpec
 from triforce_offload.errors import CheckpointError
 
 
-def _latent(fields: Fields) -> LatentAttention:
+def _latent(fields: Fields, *, sharpened: bool) -> LatentAttention:
+    """sharpened: whether YaRN changes the scale of scores"""
     fields.only("attention_bias", False)
     fields.only("rope_interleave", True)
     keys, rotated = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
@@ -28,11 +28,12 @@ def _latent(fields: Fields) -> LatentAttention:
         raise CheckpointError(
             f"{fields.source}: kv_lora_rank {latent} and qk_rope_head_dim {rotated} must be even"
         )
+    sharpening = _sharpening(fields) if sharpened else 1.0
     return LatentAttention(
         heads=fields.whole("num_attention_heads"),
         kv_heads=1,
         head_dim=latent + rotated,
-        scale=(keys + rotated) ** -0.5 * _sharpening(fields) ** 2,
+        scale=(keys + rotated) ** -0.5 * sharpening**2,
         latent=latent,
         key_dim=keys,
         value_dim=fields.whole("v_head_dim"),
@@ -98,10 +99,16 @@ def _router_of_mistral(fields: Fields) -> Router:
     return replace(sigmoid_router(fields, biased=False), scores=Scores.SOFTMAX)
 
 
-def _layers(fields: Fields, count: int, router: Callable[[Fields], Router] = _router) -> Layers:
+def _layers(
+    fields: Fields,
+    count: int,
+    router: Callable[[Fields], Router] = _router,
+    *,
+    sharpened: bool = True,
+) -> Layers:
     """The first layers have dense MLPs, and the others experts; or mlp_layer_types says which."""
     fields.only("moe_layer_freq", 1)
-    mixer = _latent(fields)
+    mixer = _latent(fields, sharpened=sharpened)
     dense = DenseMLP(fields.whole("intermediate_size"), activation(fields, "hidden_act"))
     sparse = sparse_from(fields, count, fields.whole("first_k_dense_replace", least=0))
     layer = LayerSpec(mixer, dense)
@@ -112,6 +119,14 @@ def _layers(fields: Fields, count: int, router: Callable[[Fields], Router] = _ro
     shared = fields.whole("n_shared_experts", 1, least=0) * fields.whole("moe_intermediate_size")
     experts = experts_of(fields, "n_routed_experts", router(fields), shared=shared)
     return where(layer, experts, sparse)
+
+
+def _layers_of_mistral(fields: Fields, count: int) -> Layers:
+    """Queries grow with their position, and so YaRN does not change the scale of scores. The
+    publisher's params.json says this (`apply_scale`), and vLLM, SGLang and the first versions of
+    transformers compute it, though config.json has the field by which transformers later does.
+    """
+    return _layers(fields, count, _router_of_mistral, sharpened=False)
 
 
 # What transformers' configs take for fields that are not there.
@@ -177,7 +192,7 @@ LATENT = (
     Family(
         "mistral4",
         "Mistral4",
-        partial(_layers, router=_router_of_mistral),
+        _layers_of_mistral,
         defaults=_MISTRAL4,
         renamed=_RENAMED,
     ),
