@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +15,10 @@ from helpers import add_tokenizer, make_model
 
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.model.found import folders, hub, ollama
-from triforce_core.model.found.hub import Download
 from triforce_core.model.found.models import Described, found_models
 from triforce_core.model.found.names import resolve
 from triforce_core.model.known.shapes import read_model
-from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.errors import UsageError
 from triforce_offload.machine.hardware import Gpu, inspect_machine
 
 OLLAMA = "application/vnd.ollama.image."
@@ -202,67 +199,6 @@ def test_a_model_of_ollamas_opens_by_its_name(home: Path, sound: Path) -> None:
         assert model.checkpoint.config.family == "llama"
 
 
-@pytest.fixture
-def hub_of(monkeypatch: pytest.MonkeyPatch, sound: Path) -> Callable[..., list[Any]]:
-    """A hub with one model of a given size, in a folder. Its downloads are listed."""
-
-    def made(nbytes: int, folder: Path = sound / "hf") -> list[Any]:
-        asked: list[Any] = []
-
-        def snapshot_download(name: str, **options: Any) -> Any:
-            if options.get("dry_run"):
-                if not any(any(folder.glob(each)) for each in options["allow_patterns"]):
-                    return []
-                files = [(nbytes, True), (5, False), (None, True)]
-                return [SimpleNamespace(file_size=n, will_download=w) for n, w in files]
-            asked.append((name, options["allow_patterns"]))
-            return str(folder)
-
-        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-        return asked
-
-    return made
-
-
-def test_a_download_is_announced_with_its_size_before_it_begins(
-    home: Path, sound: Path, hub_of: Callable[..., list[Any]]
-) -> None:
-    asked, said = hub_of(1000), []
-
-    def announce(download: Download) -> None:
-        assert len(asked) == 1, "only headers were downloaded before"
-        said.append(download)
-
-    assert resolve("qwen3-8b", announce) == sound / "hf"
-    assert [name for name, _ in asked] == ["Qwen/Qwen3-8B"] * 2
-    assert "*.safetensors" not in asked[0][1]
-    (download,) = said
-    assert (download.name, download.nbytes) == ("Qwen/Qwen3-8B", 1000)
-    assert str(download).startswith("downloading Qwen/Qwen3-8B: 1000 B to")
-
-
-@pytest.mark.parametrize("of_torch", [True, False])
-def test_a_head_is_downloaded_in_one_format(
-    home: Path, sound: Path, hub_of: Callable[..., list[Any]], of_torch: bool
-) -> None:
-    """In torch's own, if there is no other: many heads are published in it alone."""
-    folder = home / "head"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
-    (folder / ("pytorch_model.bin" if of_torch else "model.safetensors")).touch()
-    asked = hub_of(1000, folder)
-    assert resolve("someone/a-head") == folder
-    assert ("pytorch_model.bin" in asked[1][1]) == of_torch
-
-
-def test_models_are_not_downloaded_in_torchs_own_format(
-    home: Path, hub_of: Callable[..., list[Any]]
-) -> None:
-    asked = hub_of(1000)
-    resolve("qwen3-8b")
-    assert "pytorch_model.bin" not in asked[1][1]
-
-
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle3"])
 def test_files_that_are_not_needed_may_be_missing_in_the_cache(
     home: Path, sound: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
@@ -296,15 +232,6 @@ def test_of_files_of_torch_only_heads_are_found_in_the_cache(
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
     assert hub.cached("someone/a-head") == (tmp_path if found else None)
-
-
-def test_a_download_that_the_disk_has_no_room_for_does_not_begin(
-    home: Path, hub_of: Callable[..., list[Any]]
-) -> None:
-    asked = hub_of(1 << 60)
-    with pytest.raises(DoesNotFitError, match="set HF_HOME to a folder with more room"):
-        resolve("Qwen/Qwen3-8B")
-    assert len(asked) == 1
 
 
 def test_unknown_names_are_refused_with_the_nearest(home: Path) -> None:

@@ -69,9 +69,20 @@ def test_shapes_are_known_by_ollamas_names(name: str, ours: str) -> None:
         assert read_model(name).config == read_model(ours).config
 
 
-def test_the_plan_of_ollamas_name_is_run_by_a_name_that_a_run_knows(capsys) -> None:
-    _, out, _ = run(capsys, "plan", "qwen3:8b", *LLAMA[1:])
-    assert "Run it: triforce generate Qwen/Qwen3-8B " in out
+@pytest.mark.parametrize(
+    ("planned", "ran"),
+    [
+        ("qwen3:8b", "Qwen/Qwen3-8B"),
+        # Its makers publish no GGUF files under this id.
+        ("Qwen/Qwen3-8B:Q4_K_M", "qwen3-8b:Q4_K_M"),
+        ("QWEN3-8B:Q4_K_M", "qwen3-8b:Q4_K_M"),
+        ("unsloth/Qwen3-8B-GGUF:Q4_K_M", "unsloth/Qwen3-8B-GGUF:Q4_K_M"),
+        ("hf.co/unsloth/Qwen3-8B-GGUF:Q4_K_M", "hf.co/unsloth/Qwen3-8B-GGUF:Q4_K_M"),
+    ],
+)
+def test_a_plan_is_run_by_a_name_that_a_run_knows(capsys, planned: str, ran: str) -> None:
+    _, out, _ = run(capsys, "plan", planned, *LLAMA[1:])
+    assert f"Run it: triforce generate {ran} " in out
 
 
 def test_the_smallest_gemma_has_its_published_size(capsys) -> None:

@@ -114,7 +114,7 @@ def test_what_the_hub_refuses_is_told(monkeypatch, capsys, said: str, told: str)
     def refuse(*_: object, **__: object) -> str:
         raise OSError(said)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     code, out, err = run(capsys, "generate", "owner/name", "-p", "x")
     assert (code, out, err.count("\n")) == (4, "", 1)
     assert err.startswith("triforce: cannot download owner/name from the hub: ")

@@ -45,6 +45,7 @@ WRITTEN = {
     **{"minimax-m2": "minimax-m2", "laguna": "laguna", "granitehybrid": "dbrx"},
     **{"deepseek2": "deepseek-v3"},
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "pixtral"),
+    **dict.fromkeys(("mistral3", "mistral4"), "tekken"),
     **dict.fromkeys(("lfm2", "lfm2moe"), "lfm2"),
 }
 # Those of the others: pieces of SentencePiece, or a tokenizer that transformers reads.

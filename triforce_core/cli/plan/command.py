@@ -20,8 +20,8 @@ from triforce_core.model.checkpoints.drafters.found import head_at, planned_head
 from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.found.hub import cached
-from triforce_core.model.found.names import local
-from triforce_core.model.known.shapes import Shape, read_model, read_shape
+from triforce_core.model.found.names import local, without_site
+from triforce_core.model.known.shapes import Shape, read_model
 from triforce_core.model.parts.kept import kv_shape
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import matrices
@@ -191,13 +191,11 @@ def _drafter(draft: str | Path, config: ModelConfig) -> tuple[ModelConfig | None
         return mtp_config(config), None
     if of_usual_shape(draft):
         return typical_head(str(draft), config)
-    path = local(draft) or cached(str(draft))
+    path = local(draft) or cached(without_site(str(draft)))
     if path is not None and (raw := head_at(path)) is not None:
         return planned_head(path, raw, config)
-    if ":" in str(draft) and read_model(str(draft)).pieces:
-        raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
     try:
-        found = read_shape(draft)
+        shape = read_model(str(draft))
     except UsageError as error:
         if str(draft).count("/") != 1:
             raise
@@ -205,6 +203,9 @@ def _drafter(draft: str | Path, config: ModelConfig) -> tuple[ModelConfig | None
             f"{error}. If it is a head on the hub, download it first; --draft dflash, --draft "
             "eagle3 and --draft assistant plan one of the usual shape"
         ) from error
+    if ":" in str(draft) and shape.pieces:
+        raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
+    found = shape.config
     if abs(found.vocab - config.vocab) > PADDING:
         raise UsageError(
             f"--draft {draft} has {found.vocab} tokens in its vocabulary and the model "

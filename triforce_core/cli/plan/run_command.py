@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from rich.cells import cell_len
 
 from triforce_core.model.found.names import local
-from triforce_core.model.known.hub_ids import hub_id_of, of_ollamas
+from triforce_core.model.known.hub_ids import hub_id_of, of_ollamas, shape_of
 from triforce_core.model.known.mixes import OF_SAFETENSORS
 from triforce_core.params import SamplingParams
 from triforce_core.plan.simulation.candidates import Candidate
@@ -28,6 +28,8 @@ def run_command(chosen: Candidate, args: argparse.Namespace) -> str:
     """
     on_disk = local(args.model) is not None
     shape, _, mix = ("", "", "") if on_disk else of_ollamas(args.model).partition(":")
+    # A quantisation of its makers' id stands for GGUF files of another publisher.
+    shape = shape_of(shape) or (shape.lower() if hub_id_of(shape.lower()) else shape)
     name = hub_id_of(shape) or args.model
     if mix.upper() in OF_SAFETENSORS:
         name = f"MODEL-{mix.upper()}"

@@ -14,8 +14,8 @@ from triforce_offload.errors import CheckpointError
 # Name of the file that describes a model in a folder.
 CONFIG = "config.json"
 
-# Projectors of images and adapters lie beside models and are none.
-_NO_MODEL = re.compile(r"mmproj|-lora", re.IGNORECASE)
+# Projectors of images, adapters and a quantiser's statistics lie beside models and are none.
+NO_MODEL = re.compile(r"mmproj|[-_.]lora(?![a-z])|^imatrix|[-_.]imatrix\.gguf", re.IGNORECASE)
 
 
 class Place(NamedTuple):
@@ -73,7 +73,7 @@ def models_in(folder: Path, depth: int) -> Iterator[Path]:
             continue
         if path.suffix == ".gguf" and path.is_file():
             part = PART.search(path.name)
-            if not _NO_MODEL.search(path.name) and (part is None or int(part[1]) == 1):
+            if not NO_MODEL.search(path.name) and (part is None or int(part[1]) == 1):
                 yield path
         elif path.is_dir() and not path.is_symlink():
             yield from models_in(path, depth - 1)

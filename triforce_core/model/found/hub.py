@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.drafters.found import head_at
 from triforce_core.model.families.hf import from_hf
-from triforce_core.model.found.folders import CONFIG
+from triforce_core.model.found.folders import CONFIG, models_in
 from triforce_core.model.found.quantisations import files_of
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError, UsageError
@@ -56,75 +58,101 @@ Announce = Callable[[Download], None]
 
 def downloaded(name: str, announce: Announce) -> Path:
     """Return the directory of a hub id's files, or its GGUF file, and download what is missing.
+    Without the hub, return what is in the cache.
 
     name: a hub id, with a quantisation behind a colon or without
     announce: called before weights are downloaded, with their size
     Raises CheckpointError, UnsupportedModelError or UsageError before any weights, or
     DoesNotFitError.
     """
+    from huggingface_hub import HfApi
+
     repository, colon, wanted = name.partition(":")
     try:
-        if colon:
-            return _gguf(repository, wanted, announce)
-        return _folder(repository, announce)
+        # `list_repo_files` would try again for half a minute without a network.
+        held = [each.rfilename for each in HfApi().model_info(repository).siblings or ()]
+    except Exception as error:
+        if (path := cached(name)) is not None:
+            return path
+        raise _refused(repository, error) from error
+    try:
+        if colon or _has_only_gguf(held):
+            return _gguf(repository, files_of(repository, held, wanted), announce)
+        return _folder(repository, held, announce)
     except TriforceError:
         raise
     except Exception as error:
-        # The hub's own errors begin with a line that has the status and the id of the request.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        useful = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
-        reason = (useful or lines or [type(error).__name__])[0].removeprefix("Got: ")
-        raise CheckpointError(
-            f"cannot download {repository} from the hub: {reason} (a file or a folder on this "
-            "machine needs no hub)"
-        ) from error
+        raise _refused(repository, error) from error
 
 
-def _folder(name: str, announce: Announce) -> Path:
-    """Download what is missing of a model in safetensors, or of the usual GGUF file of a repository
-    that has no others.
-    """
+def _refused(name: str, error: Exception) -> CheckpointError:
+    """Return what says why a download failed."""
+    from huggingface_hub.errors import DryRunError, GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, DryRunError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    # The hub's own errors begin with a line that has the status and the id of the request.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
+    reason = (useful or lines or [type(error).__name__])[0].removeprefix("Got: ")
+    if isinstance(error, GatedRepoError):
+        reason = "its publisher asks for consent: give it on the hub's page, and set HF_TOKEN"
+    elif isinstance(error, RepositoryNotFoundError):
+        reason = "there is no such repository, or it is private (HF_TOKEN opens those of yours)"
+    return CheckpointError(
+        f"cannot download {name} from the hub: {reason} (a file or a folder on this machine needs "
+        "no hub)"
+    )
+
+
+def _folder(name: str, held: list[str], announce: Announce) -> Path:
+    """Download what is missing of a model in safetensors, or of a head. held: all files"""
     from huggingface_hub import snapshot_download
 
-    snapshot = snapshot_download(name, allow_patterns=_HEADERS, ignore_patterns=_IGNORED)
-    if _has_only_gguf(name, Path(snapshot)):
-        return _gguf(name, "", announce)
+    if CONFIG not in held:
+        raise CheckpointError(f"{name} on the hub is no model: it has no {CONFIG} and no GGUF file")
+    snapshot = Path(snapshot_download(name, allow_patterns=_HEADERS, ignore_patterns=_IGNORED))
     files = [*_HEADERS, _SAFETENSORS]
-    if head_at(Path(snapshot)) is None:
-        from_hf(read_json(Path(snapshot) / CONFIG), {})
-    elif not (_has_safetensors(Path(snapshot)) or _planned(name, [_SAFETENSORS])):
+    if head_at(snapshot) is None:
+        from_hf(read_json(snapshot / CONFIG), {})
+    elif not _in_safetensors(held):
         # Many heads are published in this format alone.
         files.append(_OF_TORCH)
-    _announce(name, _planned(name, files), announce)
-    return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED))
+    return _files(name, files, name, announce, ignored=_IGNORED)
 
 
-def _has_only_gguf(name: str, snapshot: Path) -> bool:
-    """Whether a repository has GGUF files and no weights in another format.
-
-    snapshot: its folder in the cache, with its config.json, if it has one
-    """
-    if _is_model(snapshot):
-        return False
-    if (snapshot / CONFIG).exists() and _planned(name, [_SAFETENSORS, _OF_TORCH]):
-        return False
-    return bool(_planned(name, [_GGUF], ignored=None)) or any(snapshot.rglob(_GGUF))
-
-
-def _gguf(name: str, wanted: str, announce: Announce) -> Path:
+def _gguf(name: str, files: list[str], announce: Announce) -> Path:
     """Download what is missing of a GGUF file, or of its parts. Return the first."""
+    patterns = [glob.escape(each) for each in files]
+    return _files(name, patterns, f"{name} ({files[0]})", announce) / files[0]
+
+
+def _files(
+    name: str,
+    files: list[str],
+    what: str,
+    announce: Announce,
+    ignored: list[str] | None = None,
+) -> Path:
+    """Download what is missing of some files, and return the folder that they are in."""
     from huggingface_hub import snapshot_download
 
-    try:
-        found = snapshot_download(name, allow_patterns=[_GGUF], dry_run=True)
-    except Exception:
-        if (path := _cached_gguf(name, wanted)) is None:
-            raise
-        return path
-    planned = {each.filename: each for each in found}
-    files = files_of(name, planned, wanted)
-    _announce(f"{name} ({files[0]})", [planned[each] for each in files], announce)
-    return Path(snapshot_download(name, allow_patterns=files)) / files[0]
+    patterns: dict[str, Any] = {"allow_patterns": files, "ignore_patterns": ignored}
+    _announce(what, snapshot_download(name, **patterns, dry_run=True), announce)
+    return Path(snapshot_download(name, **patterns))
+
+
+def _has_only_gguf(held: list[str]) -> bool:
+    """Whether a repository has GGUF files and no weights in another format."""
+    others = _in_safetensors(held) or (_OF_TORCH in held and CONFIG in held)
+    return not others and any(file.lower().endswith(".gguf") for file in held)
+
+
+def _in_safetensors(held: list[str]) -> bool:
+    return any(
+        file.endswith(".safetensors") and not any(fnmatch(file, each) for each in _IGNORED)
+        for file in held
+    )
 
 
 def cached(name: str) -> Path | None:
@@ -134,36 +162,41 @@ def cached(name: str) -> Path | None:
     repository, colon, wanted = name.partition(":")
     if repository.count("/") != 1:
         return None
-    if not colon:
-        # Only files that `downloaded` asks for: others of the repository need not be there.
-        folder = _in_cache(repository, [*_HEADERS, _SAFETENSORS], ignored=_IGNORED)
-        if folder is not None and _is_model(folder):
-            return folder
-    return _cached_gguf(repository, wanted)
-
-
-def _cached_gguf(name: str, wanted: str) -> Path | None:
-    """Return the first file of a quantisation that is in the cache, None if it is not."""
-    folder = _in_cache(name, [_GGUF])
-    if folder is None:
-        return None
-    held = [str(path.relative_to(folder)) for path in folder.rglob(_GGUF)]
-    with suppress(UsageError):
-        return folder / files_of(name, held, wanted)[0]
+    if not colon and (folder := _cached_folder(repository)) is not None:
+        return folder
+    for snapshot in _snapshots(repository):
+        held = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob(_GGUF)]
+        with suppress(UsageError):
+            return snapshot / files_of(repository, held, wanted)[0]
     return None
 
 
-def _in_cache(name: str, files: list[str], ignored: list[str] | None = None) -> Path | None:
-    """Return the folder of a repository in the cache, None if it is not there."""
+def _cached_folder(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(
-            name, allow_patterns=files, ignore_patterns=ignored, local_files_only=True
+        # Only files that `downloaded` asks for: others of the repository need not be there.
+        folder = Path(
+            snapshot_download(
+                name,
+                allow_patterns=[*_HEADERS, _SAFETENSORS],
+                ignore_patterns=_IGNORED,
+                local_files_only=True,
+            )
         )
     except Exception:
         return None
-    return Path(folder)
+    return folder if _is_model(folder) else None
+
+
+def _snapshots(name: str) -> list[Path]:
+    """Return the folders of a repository in the cache, one for each of its commits of which it has
+    files, the newest first.
+    """
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = cache_folder() / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
+    return sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
@@ -181,8 +214,9 @@ def cached_models() -> Iterator[tuple[str, Path]]:
         newest = max(repository.revisions, key=lambda each: each.last_modified)
         if _is_model(newest.snapshot_path):
             yield repository.repo_id, newest.snapshot_path
-        for path in sorted(newest.snapshot_path.rglob(_GGUF)):
-            yield str(path), path
+        for path in models_in(newest.snapshot_path, 2):
+            if path.suffix == ".gguf":
+                yield str(path), path
 
 
 def cache_folder() -> Path:
@@ -192,33 +226,15 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
-def _has_safetensors(folder: Path) -> bool:
-    return any(folder.glob(_SAFETENSORS))
-
-
 def _is_model(folder: Path) -> bool:
     if not (folder / CONFIG).exists():
         return False
-    if _has_safetensors(folder):
+    if any(folder.glob(_SAFETENSORS)):
         return True
     try:
         return (folder / _OF_TORCH).exists() and head_at(folder) is not None
     except CheckpointError:
         return False
-
-
-def _planned(
-    name: str, files: list[str], *, ignored: list[str] | None = _IGNORED
-) -> list[DryRunFileInfo]:
-    """Return what the hub has of these files, also of those that are in the cache. Without the hub
-    there are none, and what is in the cache is used.
-    """
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(name, allow_patterns=files, ignore_patterns=ignored, dry_run=True)
-    except Exception:
-        return []
 
 
 def _announce(name: str, planned: list[DryRunFileInfo], announce: Announce) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from triforce_core.model.found import hub, ollama
 from triforce_core.model.found.hub import Announce, Download
 from triforce_core.model.known.hub_ids import gguf_id_of, hub_id_of, short_names
-from triforce_offload.errors import UsageError
+from triforce_offload.errors import CheckpointError, UsageError
 
 # A hub id, and behind a colon a quantisation or a file.
 _HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+(?<!\.gguf)(:[\w./-]+)?")
 _SITE = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
+# The page of a file, or the address of its download.
+_PAGE = re.compile(r"([\w.-]+/[\w.-]+)/(?:blob|resolve)/[\w.-]+/([\w./-]+\.gguf)(?:\?.*)?")
 
 
 def silently(download: Download) -> None:
@@ -33,7 +35,8 @@ def resolve(model: str | Path, announce: Announce = silently) -> Path:
     if (path := local(model)) is not None:
         return path
     name = str(model)
-    hub_id = hub_id_of(name.lower()) or gguf_id_of(name) or _SITE.sub("", name)
+    gguf_id = gguf_id_of(name)
+    hub_id = hub_id_of(name.lower()) or gguf_id or without_site(name)
     if not _HUB_ID.fullmatch(hub_id):
         near = get_close_matches(name.lower(), short_names(), n=1)
         raise UsageError(
@@ -41,7 +44,23 @@ def resolve(model: str | Path, announce: Announce = silently) -> Path:
             f"name and no model of Ollama's; {f'did you mean {near[0]}? ' if near else ''}"
             "triforce list shows the models on this machine"
         )
-    return hub.downloaded(hub_id, announce)
+    try:
+        return hub.downloaded(hub_id, announce)
+    except CheckpointError as error:
+        if gguf_id is None:
+            raise
+        raise CheckpointError(f"{error}; {name} stands for {gguf_id}") from error
+
+
+def without_site(name: str) -> str:
+    """Return the hub id, with what follows it, of a name that may be the address of a page of the
+    hub, or that asks for the latest version as Ollama's names do.
+    """
+    if (stripped := _SITE.sub("", name)) == name:
+        return name
+    stripped = stripped.removesuffix("/").removesuffix(":latest").removesuffix("/tree/main")
+    page = _PAGE.fullmatch(stripped)
+    return f"{page[1]}:{page[2]}" if page else stripped
 
 
 def local(model: str | Path) -> Path | None:

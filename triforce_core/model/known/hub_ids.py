@@ -140,7 +140,8 @@ def gguf_id_of(name: str) -> str | None:
     hub_id = hub_id_of(shape.lower())
     if hub_id is None or not mix or mix.upper() in OF_SAFETENSORS:
         return None
-    return f"{_PUBLISHER}/{hub_id.rpartition('/')[2]}-GGUF:{mix}"
+    model = hub_id.rpartition("/")[2].removesuffix("-BF16")
+    return f"{_PUBLISHER}/{model}-GGUF:{mix}"
 
 
 def short_names() -> list[str]:

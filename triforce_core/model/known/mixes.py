@@ -68,11 +68,19 @@ _SMALLER_BLOCKS = {
 }
 
 
+def is_mix(name: str) -> bool:
+    """Return whether a quantisation is known, by its usual pieces."""
+    return name.upper() in _MIXES
+
+
 def pieces_of(config: ModelConfig, mix: str) -> Pieces:
     """Return the pieces of each matrix of a model quantised with `mix`. Raises UsageError."""
     name = mix.upper()
     if name not in _MIXES:
-        raise UsageError(f"{mix!r} is none of {', '.join(NAMES)}")
+        raise UsageError(
+            f"{mix!r} is none of {', '.join(NAMES)}; files in others are planned once they are on "
+            "this machine"
+        )
     tied = config.tied
 
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:

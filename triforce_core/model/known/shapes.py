@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from triforce_core.model.checkpoints.checkpoint import Checkpoint, is_gguf, open_checkpoint
-from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.families.hf import from_file, from_hf, quantised
-from triforce_core.model.found.folders import CONFIG, config_of
 from triforce_core.model.found.hub import cached
-from triforce_core.model.found.names import local
-from triforce_core.model.known.hub_ids import like_known, of_ollamas, shape_of, unsupported_family
-from triforce_core.model.known.mixes import OF_SAFETENSORS, mix_of, pieces_of
+from triforce_core.model.found.names import local, without_site
+from triforce_core.model.known.hub_ids import (
+    gguf_id_of,
+    like_known,
+    of_ollamas,
+    shape_of,
+    unsupported_family,
+)
+from triforce_core.model.known.mixes import OF_SAFETENSORS, is_mix, pieces_of
 from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
+from triforce_core.model.known.shape_of_files import Shape, of_config, of_path
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.parts.recurrent import DeltaNet
-from triforce_core.model.tensors import Pieces
-from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import UnsupportedModelError, UsageError
 from triforce_offload.machine.profiles import nearest
 
@@ -254,27 +253,6 @@ _PUBLISHED = {"qwen2.5-": 32768, **dict.fromkeys(("qwen3-4b", "qwen3-8b"), 40960
 _PUBLISHED |= dict.fromkeys(("qwen3-14b", "qwen3-32b"), 40960)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The properties of a model that a plan depends on.
-
-    pieces: pieces of its matrices if it is quantised, else None
-    dtype: number type in which it is published, None if it is quantised or not known
-    published: number of positions that its published files declare, if its authors describe how to
-        have more of them: by a rope scaling in config.json
-    has_head: whether its files have the MTP head that its family publishes, if any
-    head_pieces: pieces of the matrices of that head if the model is quantised and its files are on
-        this machine, else None
-    """
-
-    config: ModelConfig
-    pieces: Pieces | None = None
-    dtype: str | None = None
-    published: int | None = None
-    has_head: bool = True
-    head_pieces: Pieces | None = None
-
-
 def read_shape(name: str) -> ModelConfig:
     """Return the config of a model, see `read_model`. Raises UsageError or CheckpointError."""
     return read_model(name).config
@@ -291,79 +269,48 @@ def read_model(name: str) -> Shape:
     Raises UsageError, which suggests the nearest names, UnsupportedModelError, which names the
     family, or CheckpointError.
     """
+    if not local(name):
+        name = without_site(name)
     known, _, mix = (name if local(name) else of_ollamas(name)).partition(":")
     if not Path(name).expanduser().exists():
         known = shape_of(known) or known
         if known not in SHAPES and cached(name) is None:
             like, of_id = like_known(known)
             known, mix = like or known, mix or of_id
+    if known in SHAPES and (not mix or is_mix(mix)):
+        return _known(known, mix)
+    path = local(name) or cached(gguf_id_of(name) or name) or Path(name)
+    if path.exists():
+        return of_path(path)
     if known in SHAPES:
-        shape = replace(_of_config(SHAPES[known]), published=_published(known))
-        if not mix:
-            return shape
-        config, has_head = shape.config, True
-        if mix.upper() not in OF_SAFETENSORS:
-            # llama.cpp's converter leaves out a head of residual streams.
-            config, has_head = _in_gguf(config), config.streams is None
-        pieces = pieces_of(config, mix)
-        return replace(shape, config=config, pieces=pieces, dtype=None, has_head=has_head)
-    path = local(name) or cached(name) or Path(name)
-    if path.is_dir():
-        return _of_folder(path)
-    if path.is_file() and is_gguf(path):
-        with closing(open_checkpoint(path)) as checkpoint:
-            shape = Shape(checkpoint.config, dtype=checkpoint.stored_dtype)
-            return _of_files(shape, checkpoint, quantised=shape.dtype is None)
-    if not path.exists() and (family := unsupported_family(name)):
+        return _known(known, mix)
+    if (family := unsupported_family(name)) is not None:
         raise UnsupportedModelError(
             f"{name} is of a family that is not supported: {family}; docs/models.md lists those "
             "that are"
         )
-    if not path.exists():
-        raise UsageError(
-            f"{name!r} is no file, no directory and none of the known models; "
-            f"{nearest(known, SHAPES)} (`triforce plan --help` names all)"
-        )
-    return _of_config(read_json(path), path)
+    raise UsageError(
+        f"{name!r} is no file, no directory and none of the known models; "
+        f"{nearest(known, SHAPES)} (`triforce plan --help` names all)"
+    )
+
+
+def _known(name: str, mix: str) -> Shape:
+    """Return a shape of SHAPES, quantised unless `mix` is empty. Raises UsageError."""
+    shape = replace(of_config(SHAPES[name]), published=_published(name))
+    if not mix:
+        return shape
+    config, has_head = shape.config, True
+    if mix.upper() not in OF_SAFETENSORS:
+        # llama.cpp's converter leaves out a head of residual streams.
+        config, has_head = _in_gguf(config), config.streams is None
+    pieces = pieces_of(config, mix)
+    return replace(shape, config=config, pieces=pieces, dtype=None, has_head=has_head)
 
 
 def _published(name: str) -> int | None:
     found = (count for begin, count in _PUBLISHED.items() if name.startswith(begin))
     return next(found, None)
-
-
-def _of_config(raw: Mapping[str, Any], path: Path | None = None) -> Shape:
-    """Return the shape that a config.json describes. Raises as `from_hf` does.
-
-    path: the file, if there is one; errors name it
-    """
-    stored = raw.get("dtype", raw.get("torch_dtype"))
-    config = from_file(path, raw, {}) if path else from_hf(raw, {})
-    mix = mix_of(quantised(raw))
-    pieces = pieces_of(config, mix) if mix else None
-    return Shape(config, pieces, stored if isinstance(stored, str) else None)
-
-
-def _of_folder(path: Path) -> Shape:
-    """Return the shape of a folder with a config.json, and of the weights beside it."""
-    shape = _of_config(config_of(path), path / CONFIG)
-    if not any(path.glob("*.safetensors")):
-        return shape
-    with warnings.catch_warnings():
-        # Plans do not load the part that reads images either.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        with closing(open_checkpoint(path)) as checkpoint:
-            return _of_files(shape, checkpoint, quantised=shape.pieces is not None)
-
-
-def _of_files(shape: Shape, checkpoint: Checkpoint, *, quantised: bool) -> Shape:
-    """Return the shape with the pieces and the MTP head that the files have."""
-    head = checkpoint.mtp_head
-    shape = replace(shape, has_head=head is not None)
-    if not quantised:
-        return shape
-    pieces = _pieces_read(checkpoint, "head", "embedding")
-    return replace(shape, pieces=pieces, head_pieces=head and _pieces_read(head))
 
 
 def _in_gguf(config: ModelConfig) -> ModelConfig:
@@ -379,17 +326,6 @@ def _in_gguf(config: ModelConfig) -> ModelConfig:
         return replace(spec, mixer=replace(spec.mixer, tiled_output=True))
 
     return replace(config, layers=tuple(map(stored, config.layers)))
-
-
-def _pieces_read(found: Checkpoint | MtpHead, *ends: str) -> Pieces:
-    """Read all pieces now, because the file is closed when they are used."""
-    config = found.config
-    shapes = dict(config.last_shapes)
-    for layer, spec in enumerate(config.layers):
-        parts = spec.shapes(config.hidden)
-        shapes |= {f"layers.{layer}.{part}": shape for part, shape in parts.items()}
-    names = (*ends, *(name for name, shape in shapes.items() if len(shape) == 2))
-    return {name: found.pieces(name) for name in names}.__getitem__
 
 
 def for_timing(config: ModelConfig) -> ModelConfig:
