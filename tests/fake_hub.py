@@ -81,7 +81,8 @@ def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     hub = FakeHub(cache, monkeypatch)
 
     class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+        # Of HTTP/1.0, so that no thread waits for a further request of a connection.
+        protocol_version = "HTTP/1.0"
 
         def log_message(self, *_: object) -> None:
             """Say nothing."""

@@ -206,6 +206,7 @@ def test_a_slow_link_gives_the_same_tokens(tiny, method: str) -> None:
 def test_host_memory_that_runs_out_ends_the_request_only(tiny, monkeypatch, allowed: int) -> None:
     """F4: the n-th allocation, of blocks made as the context grows."""
     path, _ = tiny("llama")
+    threads = threading.active_count()
     monkeypatch.setattr(host, "PIECE_BYTES", 2 * BLOCK * 2 * 2 * 16 * 4)
     with Engine.from_pretrained(
         path,
@@ -231,7 +232,7 @@ def test_host_memory_that_runs_out_ends_the_request_only(tiny, monkeypatch, allo
         monkeypatch.setattr(HostMemory, "arena", original)
         result = engine.generate(PROMPT, GREEDY)
         assert len(result.token_ids) == 12
-    assert threading.active_count() < 20
+    assert threading.active_count() <= threads
 
 
 def test_a_copy_of_a_pass_that_was_dropped_may_fail(tiny, monkeypatch) -> None:
