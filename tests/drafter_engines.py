@@ -11,7 +11,9 @@ from helpers import BLOCK, placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import MOST_LOGIT
+from triforce_core.decoding.drafters.model_proposer import ModelDrafter
 
 NEW = 40
 # Ways to draft, directly or below a retrieval level.
@@ -34,6 +36,13 @@ def assert_close(found: torch.Tensor, exact: torch.Tensor, share: float = 1e-4) 
     known = exact.isfinite()
     assert torch.equal(found > -MOST_LOGIT, known)
     assert_within(found[known], exact[known], share * float(exact[known].abs().max()))
+
+
+def of_latest(ours: Engine) -> tuple[ModelDrafter, list[int], torch.Tensor]:
+    """The drafter of the latest context, the text with a further token, and what it predicts."""
+    context = ours._contexts.latest
+    text, drafter = [*context.text.tokens[: context.length], 5], context.levels.drafter
+    return drafter, text, drafter.forward(drafter.catch_up(Text(text), 5))[0]
 
 
 def assert_text_of_transformers(ours: Engine, model: torch.nn.Module, drafter: str) -> None:

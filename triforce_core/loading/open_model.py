@@ -58,7 +58,7 @@ class OpenModel:
         return cls(str(model), checkpoint, tokenizer, seconds, announce)
 
     def drafter(self, model: str | Path) -> Checkpoint:
-        """Open a draft model for this model, an EAGLE-3 head or a DFlash drafter.
+        """Open a draft model for this model, or a head or another drafter in files of its own.
 
         model: see `at`
         Raises UsageError, also if a draft model has another vocabulary, or as `at` does.

@@ -46,8 +46,7 @@ class Tile:
     def of(cls, scales: tuple[int, ...], shape: tuple[int, ...]) -> Tile | None:
         """Return the tile that scales of a shape stand for; None if they fit none."""
         *experts, rows, columns = shape
-        size = F8_E4M3.elements
-        blocks = (*experts, -(-rows // size), columns // size)
+        size, blocks = F8_E4M3.elements, _blocks(shape)
         if scales == blocks and (not experts or rows % size == 0):
             return cls(size, size, blocks[-1])
         while scales and scales[-1] == 1:
@@ -60,6 +59,12 @@ class Tile:
             # Of gates, and of up projections.
             return cls(rows // 2, columns)
         return cls(1, columns) if scales == (*experts, rows) else None
+
+
+def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the scales of a matrix, if each stands for 128 by 128 numbers."""
+    *experts, rows, columns = shape
+    return (*experts, -(-rows // F8_E4M3.elements), columns // F8_E4M3.elements)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class FP8:
                 f"those of experts in one tensor, whose rows are a multiple of {size} numbers"
             )
         if self.tile is None:
-            blocks = [*shape[:-2], -(-shape[-2] // size), shape[-1] // size]
+            blocks = list(_blocks(shape))
             raise CheckpointError(f"{path}: {self.scaled} is missing or not of shape {blocks}")
         check_dtype(self.scaled, stored, path, _SCALES)
         return shape

@@ -18,6 +18,7 @@ from drafter_engines import (
     assert_saved_goes_on,
     assert_text_of_transformers,
     engine,
+    of_latest,
 )
 from head_walks import grown, walk
 from helpers import PLACEMENTS, make_model, random_ids, turns
@@ -107,10 +108,8 @@ def assert_follows(ours: Engine, made: RandomDrafter, kept: int | None = None) -
 
     kept: number of the tokens that it has; None for all
     """
-    context = ours._contexts.latest
-    text, drafter = [*context.text.tokens[: context.length], 5], context.levels.drafter
-    found = drafter.forward(drafter.catch_up(Text(text), 5))[0]
-    seen = context.length if kept is None else kept
+    drafter, text, found = of_latest(ours)
+    seen = len(text) - 1 if kept is None else kept
     assert drafter._kv.end == seen
     assert_close(found, made.logits(text, [], seen=seen))
 

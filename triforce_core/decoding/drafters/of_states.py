@@ -104,7 +104,7 @@ class TokenDrafter(DrafterOfStates[KV], ABC):
 
     def __init__(self, given: Given[KV]) -> None:
         super().__init__(given)
-        # What `run` is told about the tokens of the text that run first.
+        # `start` of the tokens of the text that run next, see `run`.
         self._start: tuple[int, ...] | None = None
         # States after the text and after each drafted row that was run.
         self._states = given.model.no_states()

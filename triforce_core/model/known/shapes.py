@@ -283,6 +283,7 @@ def read_model(name: str) -> Shape:
     if path.exists():
         return of_path(path)
     if known in SHAPES:
+        # It refuses the quantisation, and names those that it knows.
         return _known(known, mix)
     if (family := unsupported_family(name)) is not None:
         raise UnsupportedModelError(

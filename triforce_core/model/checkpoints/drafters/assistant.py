@@ -103,11 +103,10 @@ def _of_target(config: ModelConfig, width: int, target: ModelConfig, where: str)
         ("vocab_size", config.vocab, target.vocab),
         *_rotations(config, target),
     ]
-    for what, ours, model in (
-        (None, config.attention, target.attention),
-        *_windowed(config, target),
-    ):
-        kind = what or "full attention"
+    kinds = [("full attention", config.attention, target.attention)]
+    if config.windowed:
+        kinds.append(("windows", config.windowed, target.windowed))
+    for kind, ours, model in kinds:
         theirs.append((f"heads of {kind}", _heads(ours), model and _heads(model)))
     for name, said, needed in theirs:
         if said != needed:
@@ -127,13 +126,6 @@ def _of_target(config: ModelConfig, width: int, target: ModelConfig, where: str)
         embedding_scale=target.embedding_scale,
         logit_cap=None,
     )
-
-
-def _windowed(
-    config: ModelConfig, target: ModelConfig
-) -> list[tuple[str, Attention, Attention | None]]:
-    """Return the mixers of layers with a window of an assistant that has some, and of its model."""
-    return [("windows", config.windowed, target.windowed)] if config.windowed else []
 
 
 def _heads(mixer: Attention) -> str:
