@@ -88,7 +88,11 @@ def test_models_are_found_where_programs_keep_them(home: Path, sound: Path) -> N
     assert named() == {}
     gguf = sound / "tiny.gguf"
     whole = into_hub(home, "one/whole", *(sound / "hf").iterdir())
-    quantised = into_hub(home, "one/quantised", gguf)
+    others = [gguf.with_name(name) for name in ("tiny-Q8_0.gguf", "tiny 2.gguf")]
+    for other in others:
+        # Models are told apart by their files, so each is another one.
+        other.write_bytes(gguf.read_bytes())
+    into_hub(home, "one/quantised", gguf, *others)
     into_hub(home, "one/headers", sound / "hf/config.json")
     into_ollama(home, "registry.ollama.ai/library/tiny/8b", gguf)
     into_ollama(home, "registry.ollama.ai/someone/tiny/latest", gguf)
@@ -102,7 +106,9 @@ def test_models_are_found_where_programs_keep_them(home: Path, sound: Path) -> N
     shutil.copy(gguf, "beside.gguf")
     assert named() == {
         "one/whole": "Hugging Face",
-        str(quantised / "tiny.gguf"): "Hugging Face",
+        "one/quantised:tiny.gguf": "Hugging Face",
+        "one/quantised:Q8_0": "Hugging Face",
+        "one/quantised:tiny 2.gguf": "Hugging Face",
         "tiny:8b": "Ollama",
         "someone/tiny:latest": "Ollama",
         "hf.co/two/tiny:Q4": "Ollama",
@@ -115,8 +121,8 @@ def test_models_are_found_where_programs_keep_them(home: Path, sound: Path) -> N
         described = Described.of(found)
         assert (described.family, described.problem) == ("llama", None)
         assert described.nbytes > 10_000
-        if "/" not in found.name or not found.name.startswith("one/"):
-            assert resolve(found.name) == found.path
+        of_hub = found.source == "Hugging Face"
+        assert (hub.cached if of_hub else resolve)(found.name) == found.path
         assert read_model(found.name).config.family == "llama"
     assert resolve("someone/tiny").is_file(), "a tag may be left out"
     assert hub.cached("one/whole") == whole

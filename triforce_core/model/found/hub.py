@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from triforce_core.model.checkpoints.drafters.found import head_at
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.found.folders import CONFIG, models_in
-from triforce_core.model.found.quantisations import files_of
+from triforce_core.model.found.quantisations import files_of, name_of
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
@@ -165,7 +165,7 @@ def cached(name: str) -> Path | None:
     if not colon and (folder := _cached_folder(repository)) is not None:
         return folder
     for snapshot in _snapshots(repository):
-        held = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob(_GGUF)]
+        held = _gguf_files(snapshot)
         with suppress(UsageError):
             return snapshot / files_of(repository, held, wanted)[0]
     return None
@@ -199,8 +199,14 @@ def _snapshots(name: str) -> list[Path]:
     return sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime, reverse=True)
 
 
+def _gguf_files(snapshot: Path) -> list[str]:
+    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob(_GGUF)]
+
+
 def cached_models() -> Iterator[tuple[str, Path]]:
-    """Yield the hub ids and directories of models in the cache, and the paths of GGUF files."""
+    """Yield the names and paths of models in the cache. A GGUF file that has no other name is
+    called by its path.
+    """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -214,9 +220,11 @@ def cached_models() -> Iterator[tuple[str, Path]]:
         newest = max(repository.revisions, key=lambda each: each.last_modified)
         if _is_model(newest.snapshot_path):
             yield repository.repo_id, newest.snapshot_path
+        held = _gguf_files(newest.snapshot_path)
         for path in models_in(newest.snapshot_path, 2):
             if path.suffix == ".gguf":
-                yield str(path), path
+                file = path.relative_to(newest.snapshot_path).as_posix()
+                yield name_of(repository.repo_id, held, file) or str(path), path
 
 
 def cache_folder() -> Path:

@@ -12,7 +12,7 @@ from triforce_core.model.known.hub_ids import gguf_id_of, hub_id_of, short_names
 from triforce_offload.errors import CheckpointError, UsageError
 
 # A hub id, and behind a colon a quantisation or a file.
-_HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+(?<!\.gguf)(:[\w./-]+)?")
+_HUB_ID = re.compile(r"(?![.~])[\w.-]+/[\w.-]+(?<!\.gguf)(:[^:]+)?")
 _SITE = re.compile(r"^(https://)?(hf\.co|huggingface\.co)/")
 # The page of a file, or the address of its download.
 _PAGE = re.compile(r"([\w.-]+/[\w.-]+)/(?:blob|resolve)/[\w.-]+/([\w./-]+\.gguf)(?:\?.*)?")

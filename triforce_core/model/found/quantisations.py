@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from triforce_core.model.found.folders import NO_MODEL
@@ -69,6 +70,22 @@ def files_of(repository: str, held: Iterable[str], wanted: str) -> list[str]:
             f"{repository} has {len(chosen.files)} of the {chosen.count} parts of {chosen.base}"
         )
     return chosen.files
+
+
+def name_of(repository: str, held: Sequence[str], file: str) -> str | None:
+    """Return the shortest name, OWNER/NAME:QUANTISATION or OWNER/NAME:FILE, that stands for a GGUF
+    file, by its first part; None if there is none.
+
+    held: the files that are there
+    """
+    if (whole := next((each for each in _whole(held) if each.files[0] == file), None)) is None:
+        return None
+    has_kind = whole.kind != whole.name.lower()
+    for wanted in (whole.kind.upper(), file) if has_kind else (file,):
+        with suppress(UsageError):
+            if files_of(repository, held, wanted)[0] == file:
+                return f"{repository}:{wanted}"
+    return None
 
 
 def _whole(held: Iterable[str]) -> list[_File]:
