@@ -106,6 +106,28 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "ministral": ("Ministral", {"head_dim": 16, "sliding_window": 24}),
+    "cwm": (
+        "Cwm",
+        {
+            "head_dim": 16,
+            # transformers takes no null, and the vocabulary has no such token.
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", *SLIDING],
+            "rope_parameters": LLAMA3,
+        },
+    ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.5,
+        },
+    ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
     # Windows shorter than prompts, and than what is drafted.
     "qwen3-windows": (
@@ -259,6 +281,62 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             **MOE,
         },
     ),
+    "solar_open-moe": (
+        "SolarOpen",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+            "head_dim": 16,
+            **MOE,
+        },
+    ),
+    "dots1-moe": (
+        "Dots1",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+            "sliding_window": None,
+            **MOE,
+        },
+    ),
+    "mellum-moe": (
+        "Mellum",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": [*SLIDING, "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": YARN,
+            },
+            **MOE,
+        },
+    ),
+    # A gate for each column, stored apart from the queries, and scaled embeddings.
+    "afmoe-moe": (
+        "Afmoe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "num_dense_layers": 1,
+            "route_scale": 1.5,
+            "mup_enabled": True,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "layer_types": [*SLIDING, "full_attention"],
+            **MOE,
+        },
+    ),
     # Heads that are normalised together, and rotated in part.
     "minimax_m2-moe": (
         "MiniMaxM2",
@@ -349,6 +427,24 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "num_experts": 6,
             "num_dense_layers": 1,
             **MOE,
+        },
+    ),
+    # Convolutions, windows and attention with a gate of each head, and two rotary embeddings.
+    "lfm3": (
+        "Lfm3",
+        {
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+            "head_dim": 16,
+            "conv_L_cache": 7,
+            "sliding_window": 24,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
         },
     ),
     "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),

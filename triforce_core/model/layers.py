@@ -18,6 +18,13 @@ from triforce_offload.errors import CheckpointError
 _MAX_HEAD_DIM = 1024
 
 
+class HeadGate(Enum):
+    """The function of a head's gate."""
+
+    SOFTPLUS = "softplus"
+    SIGMOID = "sigmoid"
+
+
 @dataclass(frozen=True, repr=False)
 class Attention(Described):
     """Attention: each token attends to itself and to the tokens before it, all or the last ones.
@@ -40,8 +47,8 @@ class Attention(Described):
         model
     output_gate: whether the output is multiplied by the sigmoid of a gate, which is projected with
         the queries: in "qkv" the gate of each head follows its query
-    head_gate: whether the output of each head is multiplied by the softplus of a number, which is
-        projected too: in "qkv" the gates of all heads come last
+    head_gate: by which function of a number the output of each head is multiplied, None for none;
+        the numbers are projected too: in "qkv" those of all heads come last
     sinks: whether the softmax of each head has one more column, without a value
     score_cap: scores x become score_cap * tanh(x / score_cap); None for no cap
     index: by which a token chooses what it attends to; None if it attends to all. In "qkv" its rows
@@ -71,7 +78,7 @@ class Attention(Described):
     projects_values: bool = True
     projects_keys: bool = True
     output_gate: bool = False
-    head_gate: bool = False
+    head_gate: HeadGate | None = None
     sinks: bool = False
     score_cap: float | None = None
     index: Indexer | None = None
@@ -119,7 +126,8 @@ class Attention(Described):
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""
         qkv = self.queries * (1 + self.output_gate) + self.keys * (self.projections - 1)
-        qkv += self.heads * self.head_gate + (self.index.rows if self.index else 0)
+        qkv += self.heads if self.head_gate else 0
+        qkv += self.index.rows if self.index else 0
         shapes: Shapes = {"qkv": (qkv, hidden)}
         if self.qkv_bias:
             shapes["qkv_bias"] = (qkv,)

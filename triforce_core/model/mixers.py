@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from triforce_core.model.elsewhere import moved
-from triforce_core.model.layers import Attention, LatentAttention, LayerSpec
+from triforce_core.model.layers import Attention, HeadGate, LatentAttention, LayerSpec
 from triforce_core.model.norms import Norm
 from triforce_core.model.parts.recurrent import DeltaNet, LinearAttention, Mamba2, ShortConv
 from triforce_kernels.attention.attention import Softmax
@@ -32,6 +32,8 @@ from triforce_kernels.weights.linear import linear
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.ranks import Ranks
 from triforce_offload.weights.layouts import Views
+
+_HEAD_GATES = {HeadGate.SOFTPLUS: softplus, HeadGate.SIGMOID: sigmoid}
 
 
 class MixerLayer(Protocol):
@@ -75,7 +77,7 @@ class AttentionMixer:
             index, projected = projected[:, -spec.index.rows :], projected[:, : -spec.index.rows]
             projected = projected.contiguous()
         if spec.head_gate:
-            head_gate = softplus(projected[:, -spec.heads :].float())
+            head_gate = _HEAD_GATES[spec.head_gate](projected[:, -spec.heads :].float())
             projected = projected[:, : -spec.heads].contiguous()
         heads = projected.view(batch.rows, -1, spec.head_dim)
         if spec.output_gate:

@@ -32,6 +32,16 @@ def _mistral(fields: Fields, count: int) -> Layers:
     return with_windows(fields, windows_if_shorter(fields, count))
 
 
+def _ministral(fields: Fields, count: int) -> Layers:
+    """Every layer has a window, if there is one and layer_types does not say otherwise."""
+    return with_windows(fields, windows(fields, count))
+
+
+def _cwm(fields: Fields, count: int) -> Layers:
+    """Every fourth layer, from the first on, has no window."""
+    return with_windows(fields, windows(fields, count, lambda layer: layer % 4 != 0))
+
+
 def _late(fields: Fields) -> Callable[[int], bool]:
     """Layers from max_window_layers on have a window."""
     first = fields.whole("max_window_layers", 28, least=0)
@@ -116,6 +126,24 @@ def _granite(fields: Fields, count: int) -> Layers:
     return (layer(fields, residual_scale=residual, scale=scale, **same),) * count
 
 
+def _hyperclovax(fields: Fields, count: int) -> Layers:
+    """As in Granite, with norms after the mixer and the MLP too."""
+    norms = Norms.AROUND if fields.flag("use_post_norm", True) else Norms.BEFORE
+    scale = fields.get("attention_multiplier")
+    scale = None if scale is None else fields.real("attention_multiplier")
+    bias, residual = fields.flag("attention_bias", False), fields.real("residual_multiplier", 1.0)
+    same = {"qkv_bias": bias, "output_bias": bias, "scale": scale, "norms": norms}
+    return (layer(fields, residual_scale=residual, **same),) * count
+
+
+def _hyperclovax_scales(fields: Fields) -> dict[str, float]:
+    """Logits are multiplied by what Granite divides them by."""
+    return {
+        "embedding_scale": fields.real("embedding_multiplier", 1.0),
+        "logit_scale": fields.real("logits_scaling", 1.0),
+    }
+
+
 def _glm(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
     return (layer(fields, qkv_bias=bias),) * count
@@ -180,6 +208,20 @@ _MINISTRAL3 = {
         "llama_4_scaling_beta": 0.1,
     },
 }
+_CWM = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 8192,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 _OLMO3 = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _SMOLLM3 = {
@@ -206,6 +248,7 @@ FAMILIES = {
     for family in (
         Family("llama", "Llama", _llama),
         Family("mistral", "Mistral", _mistral, defaults={"sliding_window": 4096}),
+        Family("ministral", "Ministral", _ministral, defaults={"sliding_window": 4096}),
         Family("ministral3", "Ministral3", _plain, defaults=_MINISTRAL3),
         Family("qwen2", "Qwen2", _qwen2, defaults=_NO_WINDOW),
         Family("qwen3", "Qwen3", _qwen3, defaults={"head_dim": 128, **_NO_WINDOW}),
@@ -233,6 +276,8 @@ FAMILIES = {
             defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5},
         ),
         Family("granite", "Granite", _granite, granite_scales),
+        Family("hyperclovax", "HyperCLOVAX", _hyperclovax, _hyperclovax_scales),
+        Family("cwm", "Cwm", _cwm, defaults=_CWM),
         Family("glm", "Glm", _glm, defaults=_GLM),
         Family("glm4", "Glm4", _glm4, defaults=_GLM),
         Family("phi3", "Phi3", _mistral, defaults={"rms_norm_eps": 1e-5}),

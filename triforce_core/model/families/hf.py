@@ -21,6 +21,8 @@ SOURCE = "config.json"
 ARCHITECTURES = {f"{family.hf_class}ForCausalLM": family for family in FAMILIES.values()}
 # As its first configs were written.
 ARCHITECTURES["Ernie4_5_ForCausalLM"] = FAMILIES["ernie4_5"]
+# A Llama under another name.
+ARCHITECTURES["IQuestCoderForCausalLM"] = FAMILIES["llama"]
 # Models that also read images, and the family of their language model, which `text_config`
 # describes; None if it names its family itself. Text alone has the same position in each of the
 # dimensions in which Qwen's models rotate, and is rotated as in Qwen2 and Qwen3.

@@ -7,13 +7,15 @@ from dataclasses import replace
 
 from triforce_core.model.families.family import Family, Layers, layer
 from triforce_core.model.families.reading.fields import Fields
-from triforce_core.model.families.reading.windows import FULL
+from triforce_core.model.families.reading.windows import FULL, SLIDING
 from triforce_core.model.feed_forward import MLP
-from triforce_core.model.layers import Mixer, NormKind
+from triforce_core.model.layers import HeadGate, Mixer, NormKind, Norms
 from triforce_core.model.parts.recurrent import DeltaNet, ShortConv
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 LINEAR, CONV = "linear_attention", "conv"
+# The kinds of four layers of LFM3.
+_LFM3_LAYERS = (SLIDING, CONV, FULL, CONV)
 
 
 def qwen3_5_layers(fields: Fields, count: int, mlp: MLP | None = None) -> Layers:
@@ -63,6 +65,25 @@ def lfm2_layers(fields: Fields, count: int) -> Layers:
     return _alternating(fields, default, CONV, mixer, qk_norm=True)
 
 
+def _lfm3(fields: Fields, count: int) -> Layers:
+    """Without layer_types, of four layers the third is attention, the first has a window, unless it
+    is the first of all, and the others are convolutions.
+    """
+    fields.only("hidden_act", "silu")
+    default = [_LFM3_LAYERS[index % 4] if index else CONV for index in range(count)]
+    mixer = ShortConv(
+        channels=fields.whole("hidden_size"),
+        taps=fields.whole("conv_L_cache", least=2),
+        bias=fields.flag("conv_bias", False),
+    )
+    gate = HeadGate.SIGMOID if fields.flag("use_attention_gate", True) else None
+    norms = Norms.AROUND if fields.flag("use_sandwich_norm", True) else Norms.BEFORE
+    bias = fields.flag("attention_bias", False)
+    same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True, "head_gate": gate}
+    attends = FULL, SLIDING
+    return _alternating(fields, default, CONV, mixer, attends=attends, norms=norms, **same)
+
+
 def _lfm2_width(fields: Fields) -> int:
     """Return the width of the MLP, which configs give before an adjustment."""
     width = fields.whole("intermediate_size")
@@ -81,21 +102,30 @@ def _alternating(
     recurrent: str,
     mixer: Mixer,
     *,
+    attends: Sequence[str] = (FULL,),
     mlp: MLP | None = None,
-    **attention: bool,
+    norms: Norms = Norms.BEFORE,
+    **attention: bool | HeadGate | None,
 ) -> Layers:
     """Return layers of which those that layer_types calls `recurrent` have this mixer, and the
-    others attention. Raises CheckpointError or UnsupportedModelError.
+    others attention, with a window where it calls them so.
+
+    attends: kinds of layers with attention
+    Raises CheckpointError or UnsupportedModelError.
     """
     kinds = fields.of_layers("layer_types", len(default), default)
     for kind in kinds:
-        if kind not in (FULL, recurrent):
+        if kind not in (*attends, recurrent):
             raise UnsupportedModelError(
-                f"{fields.source}: layer_types names {kind!r}, which is not supported (only {FULL} "
-                f"and {recurrent})"
+                f"{fields.source}: layer_types names {kind!r}, which is not supported (only "
+                f"{', '.join(attends)} and {recurrent})"
             )
-    full = layer(fields, mlp=mlp, **attention)
-    return tuple(full if kind == FULL else replace(full, mixer=mixer) for kind in kinds)
+    full = layer(fields, mlp=mlp, norms=norms, **attention)
+    specs = {FULL: full, recurrent: replace(full, mixer=mixer)}
+    if SLIDING in kinds:
+        window = fields.whole("sliding_window")
+        specs[SLIDING] = replace(full, mixer=replace(full.mixer, window=window))
+    return tuple(specs[kind] for kind in kinds)
 
 
 # What transformers' configs take for fields that are not there.
@@ -117,6 +147,19 @@ LFM2 = {
     "max_position_embeddings": 128_000,
     "tie_word_embeddings": True,
 }
+_LFM3 = {
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "norm_eps": 1e-5,
+    "conv_L_cache": 7,
+    "sliding_window": 256,
+    "max_position_embeddings": 128_000,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
+}
 # Names in the first configs, and what they are called now.
 LFM2_RENAMED = {"tie_embedding": "tie_word_embeddings"}
 RECURRENT = (
@@ -135,4 +178,5 @@ RECURRENT = (
         norm_eps="norm_eps",
         renamed=LFM2_RENAMED | {"block_ff_dim": "intermediate_size"},
     ),
+    Family("lfm3", "Lfm3", _lfm3, defaults=_LFM3, norm_eps="norm_eps"),
 )

@@ -8,8 +8,9 @@ from triforce_core.model.families.family import Family, Layers, layer
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import FULL, SLIDING, windows
 from triforce_core.model.families.recurrent import LFM2, LFM2_RENAMED, lfm2_layers
-from triforce_core.model.families.sparse import experts_of, renamed, sparse_from, where
+from triforce_core.model.families.sparse import alternating, experts_of, renamed, sparse_from, where
 from triforce_core.model.feed_forward import Router, Scores
+from triforce_core.model.layers import HeadGate, NormKind, Norms
 from triforce_offload.errors import CheckpointError
 
 
@@ -33,6 +34,59 @@ def _glm4_moe(fields: Fields, count: int) -> Layers:
     bias, norm = fields.flag("attention_bias", False), fields.flag("use_qk_norm", False)
     dense = layer(fields, qkv_bias=bias, qk_norm=norm)
     return where(dense, experts, [index >= first for index in range(count)])
+
+
+def _solar_open(fields: Fields, count: int) -> Layers:
+    """Every layer has experts beside shared ones."""
+    fields.only("first_k_dense_replace", 0)
+    fields.only("use_qk_norm", False)
+    shared = fields.whole("n_shared_experts", 1) * fields.whole("moe_intermediate_size")
+    experts = experts_of(fields, "n_routed_experts", sigmoid_router(fields), shared=shared)
+    bias = fields.flag("attention_bias", False)
+    return (layer(fields, mlp=experts, qkv_bias=bias),) * count
+
+
+def _dots1(fields: Fields, count: int) -> Layers:
+    """Layers from max_window_layers on have a window, if there is one."""
+    windowed = fields.whole("max_window_layers", 62, least=0)
+    sparse = fields.whole("first_k_dense_replace", 0, least=0)
+    router = sigmoid_router(fields)
+    shared = fields.whole("n_shared_experts") * fields.whole("moe_intermediate_size")
+    experts = experts_of(fields, "n_routed_experts", router, shared=shared)
+    bias = fields.flag("attention_bias", False)
+    seen = windows(fields, count, lambda index: index >= windowed)
+    same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
+    return alternating(fields, seen, experts, [index >= sparse for index in range(count)], **same)
+
+
+def _afmoe(fields: Fields, count: int) -> Layers:
+    """Only layers with a window rotate. Without layer_types, one of a few layers is without one."""
+    fields.only("score_func", "sigmoid")
+    fields.only("n_group", 1)
+    fields.only("num_expert_groups", 1)
+    fields.only("route_norm", True)
+    every = fields.whole("global_attn_every_n_layers", 4)
+    dense = fields.whole("num_dense_layers", 1, least=0)
+    router = Router(Scores.SIGMOID, biased=True, scale=fields.real("route_scale", 1.0))
+    shared = fields.whole("num_shared_experts", 0, least=0) * fields.whole("moe_intermediate_size")
+    experts = experts_of(fields, "num_experts", router, shared=shared)
+    layers = []
+    for index, window in enumerate(windows(fields, count, lambda each: (each + 1) % every != 0)):
+        spec = layer(
+            fields,
+            norms=Norms.AROUND,
+            qk_norm=True,
+            output_gate=True,
+            window=window,
+            rotated=window is not None,
+        )
+        layers.append(spec if index < dense else replace(spec, mlp=experts))
+    return tuple(layers)
+
+
+def _afmoe_scales(fields: Fields) -> dict[str, float]:
+    scaled = fields.flag("mup_enabled", False)
+    return {"embedding_scale": fields.whole("hidden_size") ** 0.5} if scaled else {}
 
 
 def _minimax_m2(fields: Fields, count: int) -> Layers:
@@ -75,7 +129,7 @@ def _laguna(fields: Fields, count: int) -> Layers:
     for window, own, sparse in zip(
         windows(fields, count, lambda _: False), heads, sparse_from(fields, count, 1), strict=True
     ):
-        spec = layer(fields, heads=own, window=window, qk_norm=True, head_gate=True)
+        spec = layer(fields, heads=own, window=window, qk_norm=True, head_gate=HeadGate.SOFTPLUS)
         layers.append(replace(spec, mlp=experts) if sparse else spec)
     return tuple(layers)
 
@@ -102,6 +156,27 @@ _GLM = {
     "partial_rotary_factor": 0.5,
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+}
+_SOLAR = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1280,
+    # Layers have no dense MLP, and files need not give its width.
+    "intermediate_size": 1280,
+}
+_DOTS1 = {"norm_topk_prob": False, "sliding_window": 4096}
+_AFMOE = {
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 6,
+    "num_shared_experts": 2,
     "moe_intermediate_size": 1408,
 }
 _MINIMAX_M2 = {
@@ -132,6 +207,23 @@ SIGMOID = (
         _glm4_moe,
         defaults=_GLM,
         renamed=renamed("n_routed_experts"),
+    ),
+    Family(
+        "solar_open",
+        "SolarOpen",
+        _solar_open,
+        defaults=_SOLAR,
+        renamed=renamed("n_routed_experts"),
+    ),
+    Family("dots1", "Dots1", _dots1, defaults=_DOTS1, renamed=renamed("n_routed_experts")),
+    Family(
+        "afmoe",
+        "Afmoe",
+        _afmoe,
+        _afmoe_scales,
+        defaults=_AFMOE,
+        norm_kind=NormKind.RMS_FLOAT32,
+        renamed=renamed("num_experts"),
     ),
     Family(
         "minimax_m2",

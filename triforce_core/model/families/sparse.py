@@ -14,7 +14,7 @@ from triforce_core.model.families.family import (
     layer,
 )
 from triforce_core.model.families.reading.fields import Fields
-from triforce_core.model.families.reading.windows import windows, windows_if_shorter
+from triforce_core.model.families.reading.windows import FULL, SLIDING, windows, windows_if_shorter
 from triforce_core.model.families.recurrent import QWEN3_5, qwen3_5_layers
 from triforce_core.model.feed_forward import Activation, DenseMLP, Experts, Router
 from triforce_core.model.layers import LayerSpec, NormKind
@@ -63,7 +63,7 @@ def sparse_from(fields: Fields, count: int, first: int) -> list[bool]:
     return [kind == "sparse" for kind in kinds]
 
 
-def _alternating(
+def alternating(
     fields: Fields,
     seen: Sequence[int | None],
     experts: Experts,
@@ -106,7 +106,7 @@ def _qwen2_moe(fields: Fields, count: int) -> Layers:
     seen = windows(fields, count, lambda index: index % 2 == 0 and index < first)
     experts = beside_a_gated_one(fields, Router(normalised=fields.flag("norm_topk_prob", False)))
     bias, sparse = fields.flag("qkv_bias", True), _sparse_of_qwen(fields, count)
-    return _alternating(fields, seen, experts, sparse, qkv_bias=bias)
+    return alternating(fields, seen, experts, sparse, qkv_bias=bias)
 
 
 def _qwen3_moe(fields: Fields, count: int) -> Layers:
@@ -114,7 +114,16 @@ def _qwen3_moe(fields: Fields, count: int) -> Layers:
     router = Router(normalised=fields.flag("norm_topk_prob", False))
     same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
     experts, sparse = experts_of(fields, "num_experts", router), _sparse_of_qwen(fields, count)
-    return _alternating(fields, windows_if_shorter(fields, count), experts, sparse, **same)
+    return alternating(fields, windows_if_shorter(fields, count), experts, sparse, **same)
+
+
+def _mellum(fields: Fields, count: int) -> Layers:
+    bias = fields.flag("attention_bias", False)
+    router = Router(normalised=fields.flag("norm_topk_prob", True))
+    same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
+    experts = experts_of(fields, "num_experts", router)
+    seen = windows(fields, count, lambda _: False)
+    return alternating(fields, seen, experts, sparse_from(fields, count, 0), **same)
 
 
 def _olmoe(fields: Fields, count: int) -> Layers:
@@ -231,6 +240,18 @@ _QWEN3_5 = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+_MELLUM = {
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "sliding_window": 1024,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 896,
+    "rope_parameters": {
+        FULL: {"rope_type": "default", "rope_theta": 5e5},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 QWEN3_NEXT = {**_QWEN3_5, "num_experts": 512, "num_experts_per_tok": 10}
 _GPT_OSS = {
     "num_key_value_heads": 8,
@@ -265,6 +286,7 @@ SPARSE = (
         defaults=_QWEN3,
         renamed=renamed("num_experts"),
     ),
+    Family("mellum", "Mellum", _mellum, defaults=_MELLUM, renamed=renamed("num_experts")),
     Family("olmoe", "Olmoe", _olmoe, defaults=_OLMOE, renamed=renamed("num_experts")),
     Family("granitemoe", "GraniteMoe", _granitemoe, granite_scales, defaults=_GRANITE),
     Family(

@@ -102,6 +102,12 @@ class DividedAttention:
         whole = self.whole
         queries, keys = (_columns(own[rank], whole.head_dim) for own in self.heads)
         if part in ("qkv", "qkv_bias"):
+            if pieces > whole.projections + bool(whole.head_gate):
+                # One piece of the queries of each head and one of its gates, by turns.
+                own = self.heads.queries[rank]
+                parts = [None if head in own else range(0) for head in range(whole.heads)]
+                first = [Window(rows) for rows in parts for _ in range(2)]
+                return [*first, Window(keys), Window(keys)]
             first = queries
             if whole.output_gate:
                 first = _columns(self.heads.queries[rank], 2 * whole.head_dim)

@@ -86,6 +86,7 @@ HF_QWEN2 = ExpertNames(
     shared_down="mlp.shared_expert.down_proj.weight",
 )
 HF_LAGUNA = replace(HF_QWEN2, bias="mlp.experts.e_score_correction_bias")
+HF_AFMOE = ExpertNames(router="mlp.router.gate.weight", bias="mlp.expert_bias")
 HF_GEMMA4 = ExpertNames(
     router="router.proj.weight",
     gate_up=("experts.gate_up_proj",),

@@ -9,6 +9,7 @@ from itertools import accumulate
 from triforce_core.model.checkpoints.naming.experts import (
     GGUF_EXPERTS,
     GGUF_GEMMA4,
+    HF_AFMOE,
     HF_ERNIE,
     HF_GEMMA4,
     HF_GPT_OSS,
@@ -50,6 +51,7 @@ class Naming:
     norms: name of each norm, by this runtime's name
     sinks: full name of the scores of sinks
     head_gate: name of the projection of a gate for each head
+    output_gate: name of the projection of gates for all columns; empty if it is the queries' too
     qkv, gate_up: names of projections, apart or as one tensor
     interleaved: whether the rotated numbers of a head are stored in pairs: those with the same
         frequency side by side, not half a head apart
@@ -68,6 +70,7 @@ class Naming:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
     head_gate: str = "self_attn.g_proj"
+    output_gate: str = ""
     sinks: str = "self_attn.sinks"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
@@ -112,10 +115,16 @@ _HF_GEMMA = (
         "experts_out_norm": "post_feedforward_layernorm_2",
     }
 )
+_HF_AFMOE = HF_BEFORE | {
+    "post_norm": "pre_mlp_layernorm",
+    "mixer_norm": "post_attention_layernorm",
+    "mlp_norm": "post_mlp_layernorm",
+}
 _ONE_GATE_UP = ("mlp.gate_up_proj",)
 HF_FAMILIES = {
     **dict.fromkeys(("olmo2", "olmo3"), Naming(_HF_AFTER)),
     "exaone4": Naming(_HF_AFTER),
+    "hyperclovax": Naming(HF_BEFORE | {"mixer_norm": "post_norm1", "mlp_norm": "post_norm2"}),
     "glm": Naming(HF_BEFORE, gate_up=_ONE_GATE_UP, interleaved=True),
     "glm4": Naming(_GLM4, gate_up=_ONE_GATE_UP, interleaved=True),
     "cohere2": Naming(HF_BEFORE, interleaved=True),
@@ -156,6 +165,10 @@ HF_FAMILIES = {
         ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"),
         Naming(HF_BEFORE, interleaved=True),
     ),
+    "solar_open": Naming(HF_BEFORE),
+    "dots1": Naming(HF_BEFORE),
+    "mellum": Naming(HF_BEFORE),
+    "afmoe": Naming(_HF_AFMOE, output_gate="self_attn.gate_proj", experts=HF_AFMOE),
     "minimax_m2": Naming(HF_BEFORE, experts=HF_MINIMAX),
     "laguna": Naming(HF_BEFORE, experts=HF_LAGUNA),
     "qwen3_next": Naming(HF_BEFORE, recurrent=HF_QWEN3_NEXT, experts=HF_QWEN2),
@@ -176,6 +189,19 @@ HF_FAMILIES = {
             recurrent=HF_SHORT_CONV,
             experts=HF_LFM2,
         ),
+    ),
+    "lfm3": Naming(
+        {
+            "input_norm": "operator_norm",
+            "mixer_norm": "post_operator_norm",
+            "post_norm": "ffn_norm",
+            "mlp_norm": "post_ffn_norm",
+            **_HF_HEADS,
+        },
+        gate_up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        last_norm="embedding_norm.weight",
+        recurrent=HF_SHORT_CONV,
     ),
 }
 # Where the language model is, and its output matrix: alone, or in a model that also reads images.

@@ -33,6 +33,7 @@ from triforce_core.model.checkpoints.tables import table_names
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import Experts
 from triforce_core.model.layers import Attention, LatentAttention, LayerSpec, NormKind
+from triforce_offload.checkpoint.source import Corner
 
 
 def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str], list[Piece]]:
@@ -160,7 +161,15 @@ def _attention_pieces(
     parts, change = {}, _change_of_norms(config, naming)
     for suffix, ending in (("", "weight"), ("_bias", "bias")):
         named = [f"{name}.{ending}" for name in naming.qkv[:projected]]
-        pieces = pieces_of(named, sizes[:projected], orders[:projected])
+        if mixer.output_gate and naming.output_gate:
+            pieces = [
+                Piece(name, mixer.head_dim, rows, Corner(head * mixer.head_dim, 0))
+                for head in range(mixer.heads)
+                for name, rows in ((named[0], order), (f"{naming.output_gate}.{ending}", None))
+            ]
+            pieces += pieces_of(named[1:], sizes[1:projected], orders[1:projected])
+        else:
+            pieces = pieces_of(named, sizes[:projected], orders[:projected])
         if mixer.index and not suffix:
             rotated = config.index_rope.rotated(mixer.index.dim)
             own, norms = index_pieces(

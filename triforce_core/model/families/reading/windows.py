@@ -72,6 +72,8 @@ def layer_types(fields: Fields, count: int) -> list[str] | None:
 def with_own_rope(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
     """Return layers of which those with a window rotate as `ModelConfig.window_rope` says."""
     return tuple(
-        replace(spec, mixer=replace(spec.mixer, window_rope=spec.mixer.keeps is Keeps.WINDOW))
+        replace(spec, mixer=replace(spec.mixer, window_rope=True))
+        if spec.mixer.keeps is Keeps.WINDOW
+        else spec
         for spec in layers
     )
