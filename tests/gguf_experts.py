@@ -83,6 +83,10 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
     if config.model_type == "lfm2_moe":
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "afmoe":
+        writer.add_expert_shared_count(config.num_shared_experts)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_weights_scale(config.route_scale)
     if config.model_type == "laguna":
         writer.add_leading_dense_block_count(config.mlp_layer_types.index("sparse"))
         writer.add_expert_weights_scale(config.moe_routed_scaling_factor)

@@ -61,6 +61,7 @@ METHODS = [
     *product(("llama", "gpt-oss-moe"), ("eagle3",)),
     *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe", "laguna-moe"), ("autoregressive", "ngram")),
     *product(("nemotron_h-latent-moe",), ("autoregressive", "ngram", "retrieval")),
+    *product(("lfm3", "afmoe-moe"), ("autoregressive", "retrieval")),
     *product(("qwen4_exp-moe",), ("autoregressive", "ngram", "mtp")),
     *product(("llama", "qwen3_5"), ("dflash",)),
     *product(("gemma4",), ("assistant", "assistant of one layer")),

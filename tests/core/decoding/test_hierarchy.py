@@ -82,7 +82,7 @@ def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
         placement = ("kv", "resident", "kv-in-part", "kv-one-slot")[i % 4]
         # A model whose layers have different heads, or a state, does not draft.
         drafts = not family.startswith(
-            ("gemma4", "qwen3_5", "qwen3_next", "lfm2", *MAMBA, *CHOOSE_KEYS)
+            ("gemma4", "qwen3_5", "qwen3_next", "lfm2", "lfm3", *MAMBA, *CHOOSE_KEYS)
         )
         own = path if drafts else other
         options = filled(RUNS[i], own, other)

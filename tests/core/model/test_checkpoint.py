@@ -51,6 +51,7 @@ def test_shards_with_an_index(tmp_path) -> None:
         *("granite", "glm4", "phi3", "phi3-partial", "ernie4_5", "qwen3_5", "lfm2", "lfm2-bias"),
         *("granite4-h", "granite4-h-moe", "nemotron_h-moe", "nemotron_h-latent-moe", "lfm2-moe"),
         *("deepseek_v2-moe", "deepseek_v3-moe", "glm4_lite-moe", "mistral4-moe", "ministral3"),
+        "afmoe-moe",
     ],
 )
 def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:

@@ -43,6 +43,7 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
         "qwen3_next-moe",
         "minimax_m2-moe",
         "laguna-moe",
+        *("afmoe-moe", "dots1-moe", "mellum-moe", "lfm3"),
         "qwen4_exp-moe",
     )
     assert config.attention.qk_norm == (family.removesuffix("-windows") in normed)

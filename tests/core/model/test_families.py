@@ -127,16 +127,19 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         named["layer_types"] = ["full_attention"] * 2
     if family == "deepseek_v2":
         named["num_experts_per_tok"] = 6
+    if family == "dots1":
+        named |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+        named["moe_intermediate_size"] = 64
     if family == "granitemoehybrid":
         named["num_local_experts"] = 0
-    if family == "lfm2_moe":
+    if family in ("lfm2_moe", "lfm3"):
         named |= {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
     if family == "nemotron_h":
         named |= {"num_hidden_layers": 3, "mlp_hidden_act": "relu2"}
         named["layers_block_type"] = ["linear_attention", "full_attention", "moe"]
     if family.startswith("gemma4"):
         named |= {"sliding_window": 64, "hidden_size_per_layer_input": 0}
-    elif family == "laguna":
+    elif family in ("laguna", "cwm"):
         del named["sliding_window"]
     elif family not in (
         *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
@@ -219,6 +222,9 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
         own["hidden_size_per_layer_input"] = 0
     if family == "lfm2_moe":
         own["layer_types"] = ["conv", "full_attention"] * (CONFIG["num_hidden_layers"] // 2)
+    if family == "dots1":
+        own |= {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2}
+        own["moe_intermediate_size"] = 64
     if family == "granitemoehybrid":
         own |= {"num_local_experts": 0, "layer_types": ["attention"] * CONFIG["num_hidden_layers"]}
     if family == "nemotron_h":

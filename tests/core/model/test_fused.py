@@ -65,7 +65,7 @@ def runs_of(layer: LayerSpec, *, scales: bool) -> int:
     dense = isinstance(layer.mlp, DenseMLP) and layer.mlp.activation.gated
     if layer.streams:
         return 0
-    if layer.parallel or not dense:
+    if layer.parallel or not dense or (layer.residual_scale != 1 and layer.norms.after):
         return 1
     mixer = layer.mixer
     if not isinstance(mixer, Attention) or not mixer.projects_values or scales:

@@ -33,7 +33,7 @@ TEXT = (
 
 # Splits that transformers does not take from GGUF files.
 UNKNOWN_TO_OTHERS = ("refact", "glm4", "chatglm-bpe", "seed-coder", "gpt-4o", "qwen35", "laguna")
-UNKNOWN_TO_OTHERS += ("minimax-m2", "command-r", "olmo", "exaone4", "deepseek-v3")
+UNKNOWN_TO_OTHERS += ("minimax-m2", "command-r", "olmo", "exaone4", "deepseek-v3", "afmoe")
 # What llama.cpp's converter writes for families whose files list merges.
 WRITTEN = {
     **{"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "seed_oss": "seed-coder"},
@@ -42,7 +42,7 @@ WRITTEN = {
     **{"qwen2moe": "qwen2", "qwen3moe": "qwen2", "qwen35moe": "qwen35", "qwen3next": "qwen2"},
     "qwen4exp": "qwen35",
     **{"olmoe": "olmo", "granitemoe": "refact", "glm4moe": "glm4", "gpt-oss": "gpt-4o"},
-    **{"minimax-m2": "minimax-m2", "laguna": "laguna", "granitehybrid": "dbrx"},
+    **{"minimax-m2": "minimax-m2", "laguna": "laguna", "afmoe": "afmoe", "granitehybrid": "dbrx"},
     **{"deepseek2": "deepseek-v3"},
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "pixtral"),
     **dict.fromkeys(("mistral3", "mistral4"), "tekken"),
@@ -236,6 +236,7 @@ def test_a_models_own_code_is_never_run_nor_asked_about(
         ("laguna", ["in", " ", "1", "9", "8", "4", "!?", "\n", "we"]),
         ("minimax-m2", ["in", " ", "198", "4", "!?\n", "we"]),
         ("deepseek-v3", ["in", " ", "198", "4", "!?\n", "we"]),
+        ("afmoe", ["in", " ", "1", "984", "!?\n", "we"]),
     ],
 )
 def test_texts_are_split_as_llama_cpp_does(pre: str, pieces: list[str]) -> None:

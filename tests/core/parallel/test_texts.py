@@ -51,7 +51,9 @@ RANKED += ("granite4-h", "granite4-h-moe", "nemotron_h-moe", "lfm2-moe")
 RANKED += ("qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_next-moe", "minimax_m2-moe", "laguna-moe")
 # One rank adds the biases of outputs; what two norms take is summed before; one vector a token.
 RANKED += ("gpt-oss-moe", "gemma4-moe", "deepseek_v2-moe", "deepseek_v3-moe", "glm4_lite-moe")
-RANKED += ("mistral4-moe",)
+RANKED += ("mistral4-moe", "mellum-moe", "hyperclovax")
+# Gates of columns that are stored apart, and of heads.
+RANKED += ("afmoe-moe", "lfm3")
 
 
 def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:

@@ -52,6 +52,7 @@ _FAMILIES = {
     "mistral3": FAMILIES["ministral3"],
     "minimax-m2": FAMILIES["minimax_m2"],
     "laguna": FAMILIES["laguna"],
+    "afmoe": FAMILIES["afmoe"],
     "lfm2moe": FAMILIES["lfm2_moe"],
     "gpt-oss": FAMILIES["gpt_oss"],
     "granitehybrid": FAMILIES["granitemoehybrid"],

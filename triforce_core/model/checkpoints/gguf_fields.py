@@ -121,6 +121,25 @@ def _laguna(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     }
 
 
+def _afmoe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file, and what llama.cpp takes for every one: embeddings are scaled, and
+    of a period of layers, by default four, the last has no window. Raises CheckpointError or
+    UnsupportedModelError.
+    """
+    fields.only("expert_gating_func", SIGMOID)
+    more = {
+        "mup_enabled": True,
+        "num_shared_experts": fields.whole("expert_shared_count", 0, least=0),
+        "num_dense_layers": fields.whole("leading_dense_block_count", 0, least=0),
+        "route_norm": fields.get("expert_weights_norm"),
+        "route_scale": fields.real("expert_weights_scale", 1.0),
+    }
+    if getattr(fields.get("attention.sliding_window_pattern"), "values", None) is None:
+        period = fields.whole("attention.sliding_window_pattern", 4)
+        more["global_attn_every_n_layers"] = period
+    return fields, more
+
+
 def _qwen3moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """llama.cpp normalises the weights of experts in every file of this architecture."""
     return fields, {"norm_topk_prob": True}
@@ -228,4 +247,5 @@ OWN_FIELDS: Mapping[str, OwnFields] = {
     "deepseek2": _deepseek2,
     "mistral4": _mistral4,
     "laguna": _laguna,
+    "afmoe": _afmoe,
 }

@@ -42,6 +42,14 @@ _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Of numbers, groups of three digits from their end; Chinese, Japanese, Korean, Thai, Lao, Khmer and
+# Burmese.
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",
+    r"[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+    r"\u0e40-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af"
+    r"\u1100-\u11ff]+",
+)
 _SEED_CODER = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 # Patterns by llama.cpp's names; None is GPT-2's pattern, which is built into the library.
 _SPLITS: Mapping[str, str | None] = {
@@ -58,7 +66,7 @@ _SPLITS: Mapping[str, str | None] = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "minimax-m2": _GPT4O,
-    "deepseek-v3": _DEEPSEEK3,
+    **dict.fromkeys(("deepseek-v3", "afmoe"), _DEEPSEEK3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     "seed-coder": _SEED_CODER,
 }
@@ -68,6 +76,7 @@ _DIGITS = ("refact", "command-r")
 _FIRST = {
     "laguna": (r"[^\n]+|\n+",),
     "deepseek-v3": (r"\p{N}{1,3}", r"[一-龥\u3040-\u309f\u30a0-\u30ff]+"),
+    "afmoe": _AFMOE,
 }
 # For these, as in llama.cpp, a piece that is a token as a whole is not merged, and a text begins
 # with BOS unless the file says otherwise.

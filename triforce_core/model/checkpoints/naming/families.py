@@ -198,6 +198,7 @@ HF_FAMILIES = {
             "mlp_norm": "post_ffn_norm",
             **_HF_HEADS,
         },
+        head_gate="self_attn.gate_proj",
         gate_up=("feed_forward.w1", "feed_forward.w3"),
         down="feed_forward.w2",
         last_norm="embedding_norm.weight",
@@ -251,6 +252,7 @@ GGUF_FAMILIES = {
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
     **dict.fromkeys(("gemma2", "gemma3_text"), replace(GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER)),
     "gemma4_text": replace(GGUF, norms=_GGUF_GEMMA4, experts=GGUF_GEMMA4),
+    "afmoe": replace(GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER, output_gate="attn_gate"),
     "phi3": replace(GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",)),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),
