@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from tiny_parts import (
+    AFMOE,
+    DOTS1,
     GEMMA4,
     GRANITE4,
+    LAGUNA,
     LATENT,
     LAYERS,
+    LFM3,
     LLAMA3,
+    LONGROPE,
+    MELLUM,
     MOE,
     NEMOTRON,
     QWEN3_5,
     QWEN4,
     SLIDING,
+    SOLAR,
     YARN,
 )
 
@@ -78,21 +85,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "phi3": ("Phi3", {}),
     "phi3-partial": ("Phi3", {"partial_rotary_factor": 0.75}),
     # Few enough positions that prompts are longer: long factors, and queries that grow.
-    "phi3-longrope": (
-        "Phi3",
-        {
-            "max_position_embeddings": 512,
-            "original_max_position_embeddings": 20,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0 + 0.1 * i for i in range(6)],
-                "long_factor": [2.0 + 0.7 * i for i in range(6)],
-                "original_max_position_embeddings": 20,
-                "partial_rotary_factor": 0.75,
-            },
-        },
-    ),
+    "phi3-longrope": ("Phi3", LONGROPE),
     "ministral3": (
         "Ministral3",
         {
@@ -281,62 +274,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             **MOE,
         },
     ),
-    "solar_open-moe": (
-        "SolarOpen",
-        {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "routed_scaling_factor": 1.5,
-            "head_dim": 16,
-            **MOE,
-        },
-    ),
-    "dots1-moe": (
-        "Dots1",
-        {
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.5,
-            "norm_topk_prob": True,
-            "head_dim": 16,
-            "sliding_window": None,
-            **MOE,
-        },
-    ),
-    "mellum-moe": (
-        "Mellum",
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "head_dim": 16,
-            "sliding_window": 24,
-            "layer_types": [*SLIDING, "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": YARN,
-            },
-            **MOE,
-        },
-    ),
+    "solar_open-moe": ("SolarOpen", SOLAR),
+    "dots1-moe": ("Dots1", DOTS1),
+    "mellum-moe": ("Mellum", MELLUM),
     # A gate for each column, stored apart from the queries, and scaled embeddings.
-    "afmoe-moe": (
-        "Afmoe",
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "num_shared_experts": 2,
-            "num_dense_layers": 1,
-            "route_scale": 1.5,
-            "mup_enabled": True,
-            "head_dim": 16,
-            "sliding_window": 24,
-            "layer_types": [*SLIDING, "full_attention"],
-            **MOE,
-        },
-    ),
+    "afmoe-moe": ("Afmoe", AFMOE),
     # Heads that are normalised together, and rotated in part.
     "minimax_m2-moe": (
         "MiniMaxM2",
@@ -382,24 +324,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     # A gate of each head, more heads in layers with a window, and two rotary embeddings.
-    "laguna-moe": (
-        "Laguna",
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 3,
-            "shared_expert_intermediate_size": 48,
-            "moe_routed_scaling_factor": 1.5,
-            "head_dim": 16,
-            "num_attention_heads_per_layer": [4, 6, 6],
-            "sliding_window": 24,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": YARN | {"partial_rotary_factor": 0.5},
-            },
-            **MOE,
-        },
-    ),
+    "laguna-moe": ("Laguna", LAGUNA),
     "gpt-oss-moe": (
         "GptOss",
         {
@@ -430,23 +355,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     # Convolutions, windows and attention with a gate of each head, and two rotary embeddings.
-    "lfm3": (
-        "Lfm3",
-        {
-            "layer_types": ["conv", "sliding_attention", "full_attention"],
-            "head_dim": 16,
-            "conv_L_cache": 7,
-            "sliding_window": 24,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {
-                    "rope_type": "proportional",
-                    "rope_theta": 1e4,
-                    "partial_rotary_factor": 0.5,
-                },
-            },
-        },
-    ),
+    "lfm3": ("Lfm3", LFM3),
     "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),
 }
 # Families whose tokens choose the keys that they attend to: nothing is retrieved for drafts.

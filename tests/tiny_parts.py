@@ -121,3 +121,87 @@ NEMOTRON = {
     "routed_scaling_factor": 2.5,
     **MOE,
 }
+LAGUNA = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "shared_expert_intermediate_size": 48,
+    "moe_routed_scaling_factor": 1.5,
+    "head_dim": 16,
+    "num_attention_heads_per_layer": [4, 6, 6],
+    "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": YARN | {"partial_rotary_factor": 0.5},
+    },
+    **MOE,
+}
+MELLUM = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": [*SLIDING, "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": YARN,
+    },
+    **MOE,
+}
+AFMOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "num_dense_layers": 1,
+    "route_scale": 1.5,
+    "mup_enabled": True,
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": [*SLIDING, "full_attention"],
+    **MOE,
+}
+LFM3 = {
+    "layer_types": ["conv", "sliding_attention", "full_attention"],
+    "head_dim": 16,
+    "conv_L_cache": 7,
+    "sliding_window": 24,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+LONGROPE = {
+    "max_position_embeddings": 512,
+    "original_max_position_embeddings": 20,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + 0.1 * i for i in range(6)],
+        "long_factor": [2.0 + 0.7 * i for i in range(6)],
+        "original_max_position_embeddings": 20,
+        "partial_rotary_factor": 0.75,
+    },
+}
+SOLAR = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+    "head_dim": 16,
+    **MOE,
+}
+DOTS1 = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+    "sliding_window": None,
+    **MOE,
+}

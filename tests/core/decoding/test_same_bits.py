@@ -101,7 +101,16 @@ def test_models_that_cap_scores_are_refused(models) -> None:
         engine(models(CAPPED), "float32", same_bits="on")
 
 
-KINDS = ("llama", "gemma3", "qwen3_5", "qwen3_moe", "gpt-oss-moe", "laguna-moe", "lfm3", "afmoe-moe")
+KINDS = (
+    "llama",
+    "gemma3",
+    "qwen3_5",
+    "qwen3_moe",
+    "gpt-oss-moe",
+    "laguna-moe",
+    "lfm3",
+    "afmoe-moe",
+)
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -30,7 +30,9 @@ RECURRENT = ("qwen3.8-27b", "qwen3.5-9b", "lfm2-1.2b")
 WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")
 SMALL_WINDOWED = ("gemma3-270m",)
 LATEST = ("gemma4-12b",)
+OF_NOVEMBER = ("lfm3-1.7b", "cwm-32b", "iquest-coder-40b")
 LATEST_SPARSE = ("qwen3-next-80b-a3b", "minimax-m2", "laguna-xs-2.1", "lfm2-8b-a1b")
+SPARSE_OF_NOVEMBER = ("solar-open-100b", "mellum2-12b-a2.5b")
 _STREAMED = ("qwen3.8-27b:FP8", "qwen2.5-32b:FP8", "qwen2.5-32b:Q8_0", "qwen2.5-32b:Q6_K")
 _SHARED = {"llama3.1-70b:Q4_K_M": "8192", "gpt-oss-120b": "8192", "llama2-7b-128k": "131072"}
 # Of what `triforce plan --json` prints: names and figures of the plan, and of its parts.
@@ -51,11 +53,12 @@ def cases() -> list[list[str]]:
     came later are drawn after the others, so that these cases stay as they are.
     """
     every = []
-    others = (*NEWER, *WINDOWED, *RECURRENT, *SPARSE, *LATEST, *SMALL_WINDOWED)
+    others = (*NEWER, *WINDOWED, *RECURRENT, *SPARSE, *LATEST, *SMALL_WINDOWED, *OF_NOVEMBER)
     first = [name for name in SHAPES if name not in others]
-    sparse = [name for name in SPARSE if name not in LATEST_SPARSE]
+    sparse = [name for name in SPARSE if name not in (*LATEST_SPARSE, *SPARSE_OF_NOVEMBER)]
     later = ((40, NEWER), (30, WINDOWED), (20, RECURRENT), (25, sparse), (3, LATEST))
     later += ((9, LATEST_SPARSE), (1, SMALL_WINDOWED))
+    later += ((8, OF_NOVEMBER), (5, SPARSE_OF_NOVEMBER))
     for count, names in ((COUNT, first), *later):
         draw = random.Random(33)
         some = [[name, "--gpu", "rtx4090"] for name in names]

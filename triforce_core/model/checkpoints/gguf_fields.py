@@ -122,9 +122,10 @@ def _laguna(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
 
 
 def _afmoe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a file, and what llama.cpp takes for every one: embeddings are scaled, and
-    of a period of layers, by default four, the last has no window. Raises CheckpointError or
-    UnsupportedModelError.
+    """Return the fields of a file, and what llama.cpp knows of all: embeddings are scaled, and the
+    last of each four layers, or of as many as the file says, has no window.
+
+    Raises CheckpointError or UnsupportedModelError.
     """
     fields.only("expert_gating_func", SIGMOID)
     more = {
