@@ -24,6 +24,12 @@ class HeadGate(Enum):
     SOFTPLUS = "softplus"
     SIGMOID = "sigmoid"
 
+    def __repr__(self) -> str:
+        """The first was the only one, and `head_gate` was True: a repr is a part of the identity of
+        saved contexts.
+        """
+        return str(self is HeadGate.SOFTPLUS or self.value)
+
 
 @dataclass(frozen=True, repr=False)
 class Attention(Described):

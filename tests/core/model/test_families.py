@@ -256,6 +256,8 @@ def test_a_repr_has_no_field_of_a_newer_version_that_is_as_usual() -> None:
     assert "qk_norm=False)" in shown
     assert not any(name in shown for name in ("scale", "norms", "rotated", "norm_over"))
     assert "rotated=False" in repr(from_hf(CONFIG | {"model_type": "smollm3"}, {}))
+    # As it was written when there was one kind of gate.
+    assert "head_gate=True" in repr(from_hf(CONFIG | {"model_type": "laguna"}, {}))
 
 
 def test_a_norm_over_all_heads_wants_each_as_often(tiny) -> None:
