@@ -56,7 +56,10 @@ class Drafting:
         if not self._models.method.drafts:
             return Autoregressive(context, params, rule)
         proposer = context.levels.drafter.proposer(params, rule)
-        if context.levels.retrieval:
+        length, growth = self._outer, self._growth
+        if context.levels.retrieval and not self._models.retrieval_pays(len(context.text.tokens)):
+            length, growth = self._direct, None
+        elif context.levels.retrieval:
             verifier = RetrievalVerifier(context, params)
             proposer = RetrievalLevel(
                 proposer,
@@ -76,8 +79,8 @@ class Drafting:
             params,
             rule,
             proposer,
-            self._outer,
-            self._growth if branches else None,
+            length,
+            growth if branches else None,
             frozenset(stops),
             tallies.target,
         )
@@ -97,9 +100,12 @@ class Drafting:
         models = self._models
         self._inner: DraftLength = Fixed(0)
         self._outer: DraftLength = Fixed(0)
+        # Of what the drafter proposes directly where the retrieval level would not pay.
+        self._direct: DraftLength = Fixed(0)
         if models.budget:
             self._outer = self._retrieval_length()
             if models.method.has_drafter:
+                self._direct = self._drafter_length()
                 self._inner = self._length(
                     models.method.fixed_inner_draft_tokens,
                     min(AUTO_INNER_TOKENS, self._longest_draft),

@@ -10,6 +10,7 @@ from itertools import count
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.model.heads.joins import Join
 from triforce_core.model.transformer import Model
+from triforce_core.plan.fitting import saves_reads
 from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, MethodSettings
 from triforce_offload.graphs import Recorder
 from triforce_offload.kv.recent.shapes import RecentShape
@@ -117,6 +118,17 @@ class Models:
     def rounds_kv(self) -> bool:
         """See MethodSettings.rounds_kv."""
         return self.method.rounds_kv(on_gpu=self.target.device.type == "cuda")
+
+    def retrieval_pays(self, tokens: int) -> bool:
+        """Whether the retrieval level may draft a text of this length faster than passes would make
+        it. Where nothing streams it reads the same weights as a pass, unless it reads their high
+        bits, and the same KV while its cache holds the whole text. A level with a budget that the
+        user set always drafts, and so does one above a draft model.
+        """
+        if self.runtime.streams or self.reads_high_bits or self.method.budget is not None:
+            return True
+        needs = self.runtime.plan.requirements
+        return self.small is not None or saves_reads(needs, tokens, self.budget)
 
     @property
     def why_no_retrieval(self) -> str:
