@@ -51,13 +51,28 @@ def test_shares_and_rates_may_have_units(capsys) -> None:
     assert planned("--acceptance", "95%", "--host-flops", "1.5TFLOP/s") == plain
 
 
+def test_a_size_of_memory_that_a_plan_shows_is_taken(capsys) -> None:
+    """The card has a little less than the 22.49 GiB that tables show."""
+    assert run(capsys, "plan", *LLAMA, "--device-memory", "22.49GiB")[0] == 0
+    code, _, err = run(capsys, "plan", *LLAMA, "--device-memory", "22.6GiB")
+    assert code == 2
+    assert "more than the 22.49 GiB" in err
+
+
+def test_dense_models_are_not_in_a_format_of_experts(capsys) -> None:
+    code, _, err = run(capsys, "plan", "qwen3-8b:MXFP4", "--gpu", "rtx4090")
+    assert code == 2
+    assert "only experts are in MXFP4, and this model has none" in err
+
+
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        ("qwen3:8b", "qwen3-8b"),
+        ("qwen3:8b", "qwen3-8b:Q4_K_M"),
         ("llama3.1:8b-instruct-q4_K_M", "llama3.1-8b:q4_K_M"),
-        ("qwen3:30b-a3b", "qwen3-30b-a3b"),
-        ("gemma3:270m", "gemma3-270m"),
+        ("qwen3:30b-a3b", "qwen3-30b-a3b:Q4_K_M"),
+        ("gpt-oss:20b", "gpt-oss-20b"),
+        ("gemma3:270m", "gemma3-270m:Q4_K_M"),
         ("qwen3-8b:Q4_K_M", "qwen3-8b:Q4_K_M"),
         ("nothing:8b", "nothing:8b"),
         ("qwen3-8b", "qwen3-8b"),

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from float_bounds import assert_within
-from helpers import VOCAB, random_ids
+from helpers import VOCAB, make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.acceptance import Optimal
@@ -206,3 +206,23 @@ def test_keys_of_layers_that_do_not_rotate_stay_as_they_are(tiny) -> None:
         turned = engine.models.small.model.rope.turned_back(keys, 7)
     assert torch.equal(turned[1], keys[1])
     assert not torch.isclose(turned[::2], keys[::2]).all(dim=(1, 2, 3)).any()
+
+
+def test_a_retrieval_level_does_not_draft_short_texts_where_nothing_streams(tmp_path) -> None:
+    """There, a step reads as much as a pass; the drafter then drafts for the target. With a budget
+    that is asked for the level drafts.
+    """
+    model = make_model("llama", tmp_path, max_position_embeddings=20_000)
+    prompt = random_ids(60)
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+    for budget, drafts in ((None, False), (1024, True)):
+        with Engine.from_pretrained(
+            tmp_path, device="cpu", max_context=16_384, budget=budget, draft="ngram"
+        ) as engine:
+            assert not engine.models.runtime.streams
+            assert engine.models.budget == (budget or 4096)
+            assert engine.models.retrieval_pays(60) == drafts
+            assert engine.models.retrieval_pays(16_000)
+            text = engine.generate(prompt, SamplingParams(24, temperature=0))
+            assert (text.stats["retrieval"]["steps"] > 0) == drafts
+            assert text.token_ids == theirs[0, len(prompt) :].tolist()

@@ -59,6 +59,9 @@ from triforce_offload.machine.profiles import Hardware, named, with_link
 from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes, parse_flops
 from triforce_offload.weights.formats import DTYPES, Dtype
 
+# Tables show sizes in GiB with two decimals: a size that was read there may be larger by so much.
+_ROUNDED = 1 << 23
+
 
 def plan(args: argparse.Namespace) -> int:
     """Make a plan and print it. Return the exit code.
@@ -259,7 +262,10 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
         # Emulated devices share the host's memory.
         changed["memory_bytes"] = hardware.memory_bytes // count
     if args.device_memory:
-        changed["memory_bytes"] = memory = parse_bytes(args.device_memory)
+        memory = parse_bytes(args.device_memory)
+        if args.gpu is not None and 0 < memory - hardware.memory_bytes < _ROUNDED:
+            memory = hardware.memory_bytes
+        changed["memory_bytes"] = memory
         if args.gpu is not None and memory > hardware.memory_bytes:
             raise UsageError(
                 f"--device-memory {args.device_memory} is more than the "

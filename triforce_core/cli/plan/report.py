@@ -29,11 +29,10 @@ def print_plan(
     console = Printer()
     hardware = case.hardware
     cards = f"{hardware.gpus} x {hardware.name}" if hardware.gpus > 1 else hardware.name
-    kept = "as stored" if case.pieces else case.dtype.name
     together = f"{case.sequences} sequences of " if case.sequences > 1 else ""
     console.print(
-        f"SIMULATED: {model} ({kept}), {together}{case.context} tokens of context, on {cards}; "
-        f"{links(hardware)}"
+        f"SIMULATED: {model} ({_kept(case)}), {together}{case.context} tokens of context, "
+        f"on {cards}; {links(hardware)}"
     )
     if hardware.source.startswith("measured"):
         console.print(f"Rates {hardware.source}; `triforce env --probe` measures them again.")
@@ -62,6 +61,11 @@ def print_plan(
             f"{compared.method}: {1 / compared.seconds_per_token:.2f} tokens/s "
             f"({compared.seconds_per_token:.3f} s/token); this plan is {ratio:.2f} times as fast."
         )
+
+
+def _kept(case: Case) -> str:
+    """Return in what weights are kept."""
+    return "as stored" if case.pieces else case.dtype.name
 
 
 def _copies(chosen: Candidate) -> str:
@@ -93,7 +97,7 @@ def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -
     if case.sequences > 1:
         about += f", the speed of one of {case.sequences} sequences"
     by = "number of GPUs" if kind == "gpus" else kind
-    console.print(f"SIMULATED: {model} ({case.dtype.name}) on {case.hardware.name}{about}; by {by}")
+    console.print(f"SIMULATED: {model} ({_kept(case)}) on {case.hardware.name}{about}; by {by}")
     titles = (
         *("tokens per second", "first token, s", "s a token", "s a pass", "tokens a pass"),
         *("draft", "budget"),

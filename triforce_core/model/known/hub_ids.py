@@ -156,15 +156,18 @@ def short_names() -> list[str]:
 
 
 def of_ollamas(name: str) -> str:
-    """Return our name for a known shape that is named as Ollama does: `qwen3:8b` is `qwen3-8b`, and
-    `qwen3:8b-q4_K_M` is `qwen3-8b:q4_K_M`. Any other name is returned as it is.
+    """Return our name for a known shape that is named as Ollama does: `qwen3:8b-q8_0` is
+    `qwen3-8b:q8_0`, and `qwen3:8b` is `qwen3-8b:Q4_K_M`, as Ollama has most models. Any other name
+    is returned as it is.
     """
     base, _, tag = name.partition(":")
     parts = [part for part in tag.split("-") if part.lower() not in _TAGS_OF_TEXTS]
     for end in range(len(parts), 0, -1):
         shape = "-".join((base, *parts[:end])).lower()
         if shape in _MODELS.values():
-            return ":".join((shape, *parts[end:]))
+            # gpt-oss is published in four bits.
+            usual = [] if shape.startswith("gpt-oss") else ["Q4_K_M"]
+            return ":".join((shape, *(parts[end:] or usual)))
     return name
 
 

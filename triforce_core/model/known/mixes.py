@@ -81,6 +81,8 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
             f"{mix!r} is none of {', '.join(NAMES)}; files in others are planned once they are on "
             "this machine"
         )
+    if name == MXFP4 and not any(spec.mlp.active for spec in config.layers):
+        raise UsageError("only experts are in MXFP4, and this model has none")
     tied = config.tied
 
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:
