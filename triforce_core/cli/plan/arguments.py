@@ -48,8 +48,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help=f"one of {', '.join(SHAPES)}; a quantisation may follow, as in qwen3-32b:Q4_K_M "
-        f"({', '.join(NAMES)}); Ollama's name, as in qwen3:32b; the hub id of one of these models, "
-        "a config.json, or a .gguf file",
+        f"({', '.join(NAMES)}); Ollama's name, as in qwen3:32b, which has 4 bits; the hub id of "
+        "one of these models, a config.json, or a .gguf file",
     )
     _add_text(parser)
     _add_hardware(parser)
