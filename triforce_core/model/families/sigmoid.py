@@ -169,7 +169,15 @@ _SOLAR = {
     # Layers have no dense MLP, and files need not give its width.
     "intermediate_size": 1280,
 }
-_DOTS1 = {"norm_topk_prob": False, "sliding_window": 4096}
+_DOTS1 = {
+    "norm_topk_prob": False,
+    "sliding_window": 4096,
+    # transformers has none for these: those of the published model.
+    "n_routed_experts": 128,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+}
 _AFMOE = {
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
