@@ -63,6 +63,7 @@ def _afmoe(fields: Fields, count: int) -> Layers:
     """Only layers with a window rotate. Without layer_types, one of a few layers is without one."""
     fields.only("score_func", "sigmoid")
     fields.only("n_group", 1)
+    fields.only("attention_bias", False)
     fields.only("num_expert_groups", 1)
     fields.only("route_norm", True)
     every = fields.whole("global_attn_every_n_layers", 4)
