@@ -10,7 +10,7 @@ from triforce_core.model.known.shapes import read_model
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.prediction import Prediction, links
-from triforce_core.plan.simulation.search import faster_by_copies
+from triforce_core.plan.simulation.search import faster_by_copies, faster_when_dense
 from triforce_offload.units import format_bytes
 
 
@@ -54,6 +54,12 @@ def print_plan(
             "Faster: add --draft-weights int4 for "
             f"{1 / faster.seconds_per_token:.1f} tokens/s ({faster.seconds_per_token:.4f} s/token)"
             f"; its copies of all layers take {_copies(faster)} of the device."
+        )
+    if dense := faster_when_dense(chosen):
+        console.print(
+            f"Faster: add --weights dense for {1 / dense.seconds_per_token:.1f} tokens/s "
+            f"({dense.seconds_per_token:.4f} s/token); weights then take "
+            f"{format_bytes(dense.memory.requirements.weights_bytes)} of the device."
         )
     if compared:
         ratio = compared.seconds_per_token / prediction.seconds_per_token

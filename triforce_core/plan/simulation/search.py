@@ -99,6 +99,23 @@ def faster_by_copies(plain: Candidate) -> Candidate | None:
     return best if copies and saves else None
 
 
+def faster_when_dense(plain: Candidate) -> Candidate | None:
+    """Return the plan in which quantised weights become dense, if it is a tenth faster at least.
+
+    Some cards read dense weights faster than they compute with blocks. A run keeps the blocks
+    unless it is asked not to.
+    """
+    case = replace(plain.case, pieces=None)
+    quantised = "weights" in plain.case.auto and plain.case.pieces and not plain.case.split
+    if not quantised or plain.memory.streams or case.layouts.nbytes > case.hardware.memory_bytes:
+        return None
+    try:
+        best = _with_best_lengths(_choose(case))
+    except TriforceError:
+        return None
+    return best if best.seconds_per_token <= _LEAST_GAIN * plain.seconds_per_token else None
+
+
 def _ways(case: Case) -> list[Case]:
     """Return the case in each combination of "auto" formats that may be the fastest.
 
