@@ -87,7 +87,7 @@ def test_shapes_are_known_by_ollamas_names(name: str, ours: str) -> None:
 @pytest.mark.parametrize(
     ("planned", "ran"),
     [
-        ("qwen3:8b", "Qwen/Qwen3-8B"),
+        ("qwen3:8b", "qwen3-8b:Q4_K_M"),
         # Its makers publish no GGUF files under this id.
         ("Qwen/Qwen3-8B:Q4_K_M", "qwen3-8b:Q4_K_M"),
         ("QWEN3-8B:Q4_K_M", "qwen3-8b:Q4_K_M"),
