@@ -219,12 +219,12 @@ class ResponsesRequest(Strict):
                 answers = item.role == "assistant"
                 # The text after a call belongs to the message that calls.
                 if not (answers and messages and messages[-1].tool_calls):
-                    messages.append(Message(role=item.role, content=""))
+                    messages.append(Message(role=item.role))
                 messages[-1].content += _text(item.content)
                 if answers:
                     _add_reasoning(messages[-1], reasoned)
             reasoned = ""
-        return messages or [Message(role="user", content="")]
+        return messages or [Message(role="user")]
 
     def _tools(self) -> list[Tool] | None:
         if self.tools is None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from triforce_core.params import MOST_LOGPROBS, SamplingParams
 from triforce_core.server.messages.strict import (
@@ -62,13 +62,6 @@ class Message(Strict):
     reasoning_content: str | None = None
     # OpenAI's client adds it to an answer that it reads as JSON.
     parsed: Any = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        """Only an answer may have no content: it may be calls of tools, or empty."""
-        if self.role != "assistant" and "content" not in self.model_fields_set:
-            raise ValueError(f"a message of role {self.role} needs content, which may be empty")
-        return self
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a chat template takes it."""
