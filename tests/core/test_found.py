@@ -90,7 +90,7 @@ def test_models_are_found_where_programs_keep_them(home: Path, sound: Path) -> N
     whole = into_hub(home, "one/whole", *(sound / "hf").iterdir())
     others = [gguf.with_name(name) for name in ("tiny-Q8_0.gguf", "tiny 2.gguf")]
     for other in others:
-        # Models are told apart by their files, so each is another one.
+        # Models differ if their files do, so each is another one.
         other.write_bytes(gguf.read_bytes())
     into_hub(home, "one/quantised", gguf, *others)
     into_hub(home, "one/headers", sound / "hf/config.json")
