@@ -13,8 +13,11 @@ FEW_ROWS = 64
 # Bytes of the sums of the parts of a product, if its depth is divided among a GPU's programs: 1,024
 # programs, each with 64 rows and columns in float32.
 PARTS_BYTES = 1024 * 64 * 64 * 4
-# Rows of a tile of a product with experts, each of which has tiles of its own.
+# Rows of a tile of a product of few rows with experts, each of which has tiles of its own.
 EXPERT_TILE = 16
+# Rows that a GPU's program multiplies by a split bfloat16 matrix at a time, at most. Each warp of a
+# larger tile would decode the same numbers again, on GPUs before and after compute capability 9.0.
+SPLIT_TILE = 32
 # Numbers of a weight in blocks that are decoded at a time, so that no matrix exists in float32 as a
 # whole.
 DECODED_AT_ONCE = 2 << 20
@@ -23,6 +26,9 @@ DECODED_AT_ONCE = 2 << 20
 QUANTISED_AT_ONCE_ON_GPU, QUANTISE_BYTES = 8 << 20, 20
 # Device bytes for each of these numbers while they are decoded, the result in float32 included.
 DECODE_BYTES = 24
+# Bytes of the numbers that a GPU's kernel decodes at a time, without temporaries. Products with
+# fewer rows of a matrix would leave most of a GPU without work.
+DECODED_BYTES_ON_GPU = DECODED_AT_ONCE * DECODE_BYTES
 # The same where a processor's compiled kernel decodes: the numbers in float32. Another dtype takes
 # its bytes besides.
 DECODE_BYTES_ON_HOST = 4
@@ -85,8 +91,24 @@ def selection_bytes(tokens: int, blocks: int, heads: int, itemsize: int) -> int:
     return max(blocks * max(heads * 4 + 4, 24), tokens * (2 + itemsize) + blocks * 6)
 
 
-def most_expert_tiles(rows: int, active: int, count: int) -> int:
-    """Return an upper bound of the number of tiles of `rows` rows, each of which chooses `active`
-    of `count` experts.
+def in_tiles(rows: int, active: int, count: int) -> bool:
+    """Return whether a GPU multiplies `rows` rows, each of which chooses `active` of `count`
+    experts, by all experts at once. If an expert has many rows, decoding it for each of its tiles
+    takes longer than launching the products of each expert.
     """
-    return min(rows * active, count) + rows * active // EXPERT_TILE
+    return rows <= FEW_ROWS or rows * active <= 2 * FEW_ROWS * count
+
+
+def expert_tile(each: int) -> int:
+    """Return how many rows a tile of a product of many rows with experts has, if an expert has
+    `each` rows on average: a power of 2 that is no less, if a program multiplies as many. A tile
+    decodes its expert again, and half of an expert's last one has no rows.
+    """
+    return min(FEW_ROWS, max(EXPERT_TILE, 1 << (each - 1).bit_length()))
+
+
+def most_expert_tiles(rows: int, active: int, count: int, tile: int = EXPERT_TILE) -> int:
+    """Return an upper bound of the number of tiles of `rows` rows, each of which chooses `active`
+    of `count` experts. tile: rows of a tile
+    """
+    return min(rows * active, count) + rows * active // tile

@@ -9,6 +9,7 @@
 #     LARGE=1 bash scripts/gpu_check.sh RESULT.json  a model larger than the GPU alone, in 70 GB of host
 #     SPLIT=1 bash scripts/gpu_check.sh RESULT.json  split formats beside what they take the place of
 #     RECURRENT=1 bash scripts/gpu_check.sh RESULT.json  a model with recurrent layers, and their kernels
+#     EXPERTS=1 bash scripts/gpu_check.sh RESULT.json  a model with experts, and products with them
 #     SAME_BITS=1 bash scripts/gpu_check.sh RESULT.json  what --same-bits on costs, and whether it holds;
 #         with MODEL=FILE also texts of a real model
 #     PROCESSOR=1 bash scripts/gpu_check.sh RESULT.json  weights and KV that stream, and what the
@@ -63,11 +64,13 @@ $PYTHON -c "import gguf, psutil, pytest, rich, transformers" || {
     echo "install the package that is missing, such as: $PYTHON -m pip install --no-deps gguf" >&2
     exit 1
 }
-LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b RECURRENT_SHAPE=qwen3.5-9b LONG=131072 SHORT=8192 REPEATS=3 CALLS=9
+LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b RECURRENT_SHAPE=qwen3.5-9b
+SPARSE=lfm2-8b-a1b EXPERTS_OF=qwen3-30b-a3b LONG=131072 SHORT=8192 REPEATS=3 CALLS=9
 GPU_TESTS=(tests/gpu) GRAPH_TESTS=(tests/gpu/test_graphs.py tests/gpu/test_heads.py)
 # Those of the processor's kernels need a newer transformers.
 ROW_TESTS=(tests/gpu/test_rows_on_a_gpu.py --all) SAME=(off on)
 FORMATS=("split split" "dense dense" "dense split" "split dense") SHARES=(off auto 0.5 1)
+EXPERT_TESTS=(tests/kernels/test_experts.py tests/kernels/test_by_heads.py)
 KERNEL_TESTS=(tests/kernels tests/core/decoding/test_kernels.py --ignore=tests/kernels/test_host_kernels.py)
 if [[ ${SIMULATED_GPU:-} ]]; then
     BUDGET=3000 PATIENCE=10
@@ -76,13 +79,15 @@ if [[ ${SIMULATED_GPU:-} ]]; then
     export TRIFORCE_KERNELS=reference
     cp tests/simulated_gpu/tiny_shape.json "$PARTS/tiny.json"
     cp tests/simulated_gpu/tiny_recurrent_shape.json "$PARTS/recurrent.json"
-    RECURRENT_SHAPE=$PARTS/recurrent.json
+    cp tests/simulated_gpu/tiny_sparse_shape.json "$PARTS/sparse.json"
+    RECURRENT_SHAPE=$PARTS/recurrent.json SPARSE=$PARTS/sparse.json EXPERTS_OF=$PARTS/sparse.json
     LLAMA2=$PARTS/tiny.json LLAMA3=$PARTS/tiny.json QWEN=$PARTS/tiny.json LONG=512 SHORT=256 MEMORY=2GB LITTLE=2GB
     REPEATS=1 CALLS=1
     GPU_TESTS=(tests/gpu/test_device.py -k "pinned or staged")
     GRAPH_TESTS=(tests/gpu/test_graphs.py -k garbage)
     # References do not keep the same bits.
     ROW_TESTS=(tests/gpu/test_rows_on_a_gpu.py -k refused) SAME=(off)
+    EXPERT_TESTS=(tests/kernels/test_experts.py -k chosen)
     KERNEL_TESTS=(tests/kernels/test_layer.py tests/kernels/test_gather.py)
     FORMATS=("split dense" "dense split") SHARES=(auto 0.5) RECURRENT_TESTS="formula or convolutions"
 fi
@@ -115,6 +120,15 @@ if [[ ${RECURRENT:-} ]]; then
     done
     part recurrent-kernels 120 env TRIFORCE_KERNELS= "${PYTEST[@]}" tests/kernels/test_recurrent.py \
         -k "${RECURRENT_TESTS:-not compile}"
+    exit $FAILED
+fi
+if [[ ${EXPERTS:-} ]]; then
+    part bench-kernels 60 "$PYTHON" scripts/bench kernels --experts --json --shape "$EXPERTS_OF" \
+        --repeats $CALLS
+    part lfm2-8b-a1b 200 "${BENCH[@]}" --dtype bfloat16 --shape "$SPARSE" --context $SHORT \
+        --repeats $REPEATS --tests pass,prefill,decode
+    part expert-kernels 120 env TRIFORCE_KERNELS= "${PYTEST[@]}" "${EXPERT_TESTS[@]}"
+    part tests 120 "${PYTEST[@]}" -m gpu tests/gpu/test_experts_on_a_gpu.py
     exit $FAILED
 fi
 if [[ ${SAME_BITS:-} ]]; then

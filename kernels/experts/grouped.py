@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
-from triforce_kernels import same_bits
+from triforce_kernels import limits, same_bits
 from triforce_kernels.checks import require
+from triforce_kernels.counts import cdiv
 from triforce_kernels.dispatch import HOST, REFERENCE, TRITON, backend, implementation
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, most_expert_tiles
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, most_expert_tiles
 from triforce_kernels.weights.linear import Weight, linear, rows_of
+from triforce_kernels.weights.slices import most_rows
 from triforce_kernels.weights.tiles import Tiles
 
 # Activation of an expert: of a gate and an up projection, [rows, 2 width] to [rows, width], or of
@@ -57,7 +59,7 @@ def gated_experts(
     chosen, weights: experts of each row and their weights, [rows, active] int64 and float32; -1 for
         none, whose weight does not count
     come: returns a tensor of the device on the host, which takes until it is there: if there are
-        many rows, or no kernels for the format
+        no kernels for the format, or an expert has many rows
     Raises ValueError.
     """
     count, gate_up, down, _ = experts
@@ -78,10 +80,9 @@ def gated_experts(
         if rows <= FEW_ROWS:
             gated_few = implementation("gated_experts", x.device)
             return gated_few(x, experts, chosen, weights, gated)
-        if same_bits.wanted() and backend(x.device) == TRITON:
-            # Products with one expert after another have other tiles.
-            parts = zip(*(each.split(FEW_ROWS) for each in (x, chosen, weights)), strict=True)
-            return torch.cat([by_tiles(x, experts, *choice, gated) for x, *choice in parts])
+        tiled = same_bits.wanted() or limits.in_tiles(*chosen.shape, count)
+        if tiled and backend(x.device) == TRITON:
+            return by_tiles(x, experts, chosen, weights, gated)
     return _one_by_one(x, experts, chosen, weights, gated, come)
 
 
@@ -132,22 +133,24 @@ def _multiplies(x: torch.Tensor, weight: Weight, columns: int) -> bool:
 class Divided(NamedTuple):
     """Rows in tiles of which each belongs to one expert.
 
-    order, experts: see `Tiles`
+    rows, order, experts: see `Tiles`
     own: the same as `order`, for rows that are in their places already
     places: place of each expert of each row, [rows, active] int64; -1 for none
     """
 
+    rows: int
     order: torch.Tensor
     own: torch.Tensor
     experts: torch.Tensor
     places: torch.Tensor
 
 
-def in_tiles(chosen: torch.Tensor, count: int) -> Divided:
+def in_tiles(chosen: torch.Tensor, count: int, tile: int = EXPERT_TILE) -> Divided:
     """Divide rows into tiles. The number of tiles depends on shapes alone, and nothing waits for
     the device.
 
     chosen: experts of each row, [rows, active] int64; -1 for none
+    tile: rows of a tile
     Raises ValueError.
     """
     require(
@@ -156,25 +159,26 @@ def in_tiles(chosen: torch.Tensor, count: int) -> Divided:
         chosen=chosen,
         count=count,
     )
-    tiles = most_expert_tiles(*chosen.shape, count)
-    return Divided(*implementation("expert_tiles", chosen.device)(chosen, count, tiles))
+    tiles, few = most_expert_tiles(*chosen.shape, count, tile), len(chosen) <= FEW_ROWS
+    # A kernel compares each expert with all pairs of a row and an expert: many are sorted instead.
+    divide = implementation("expert_tiles", chosen.device) if few else reference_in_tiles
+    return Divided(tile, *divide(chosen, count, tiles, tile))
 
 
 def reference_in_tiles(
-    chosen: torch.Tensor, count: int, tiles: int
+    chosen: torch.Tensor, count: int, tiles: int, tile: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, active = chosen.shape
     pairs, device = rows * active, chosen.device
     flat = chosen.flatten()
-    sizes = (flat.unsqueeze(1) == torch.arange(count, device=device)).sum(0)
-    ends = ((sizes + EXPERT_TILE - 1) // EXPERT_TILE).cumsum(0)
-    first_tile = torch.cat((ends.new_zeros(1), ends))
-    first = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
     # Those without an expert come last, and go to a place that is dropped.
     expert, pair = flat.where(flat >= 0, count).sort(stable=True)
+    first = torch.searchsorted(expert, torch.arange(count + 1, device=device))
+    ends = ((first.diff() + tile - 1) // tile).cumsum(0)
+    first_tile = torch.cat((ends.new_zeros(1), ends))
     within = torch.arange(pairs, device=device) - first[expert]
-    place = (first_tile[expert] * EXPERT_TILE + within).where(expert < count, tiles * EXPERT_TILE)
-    order = flat.new_full((tiles * EXPERT_TILE + 1,), -1).scatter_(0, place, pair // active)[:-1]
+    place = (first_tile[expert] * tile + within).where(expert < count, tiles * tile)
+    order = flat.new_full((tiles * tile + 1,), -1).scatter_(0, place, pair // active)[:-1]
     which = torch.searchsorted(ends, torch.arange(tiles, device=device), right=True)
     places = torch.empty_like(flat).scatter_(0, pair, place.where(expert < count, -1))
     own = torch.arange(len(order), device=device).masked_fill_(order < 0, -1)
@@ -227,19 +231,32 @@ def by_tiles(
     """`gated_experts`, by kernels that multiply by all chosen experts at once."""
     count, gate_up, down, biases = experts
     first, second = biases or (None, None)
-    order, own, which, places = in_tiles(chosen, count)
-    inner = product(x, gate_up, Tiles(EXPERT_TILE, experts.rows, order, which))
+    tile = rows_of_tile(x, (gate_up, down), cdiv(chosen.numel(), count))
+    _, order, own, which, places = in_tiles(chosen, count, tile)
+    inner = product(x, gate_up, Tiles(tile, experts.rows, order, which))
     if first is not None:
         _add_to_tiles(inner, first, which)
-    outer = product(gated(inner), down, Tiles(EXPERT_TILE, x.shape[1], own, which))
+    inner = gated(inner)
+    outer = product(inner, down, Tiles(tile, x.shape[1], own, which))
     if second is not None:
         _add_to_tiles(outer, second, which)
     return weighted_sums(outer, places, weights)
 
 
+def rows_of_tile(x: torch.Tensor, weights: Iterable[Weight], each: int) -> int:
+    """Return the rows of a tile of products with experts in some weights, each of which `each` of
+    the rows of x chose on average: always as many where rows are to have the same bits.
+    """
+    if same_bits.wanted() or len(x) <= FEW_ROWS:
+        return EXPERT_TILE
+    stored = (weight for weight in weights if not isinstance(weight, torch.Tensor))
+    most = min((most_rows(x), *(weight.most_tile_rows for weight in stored)))
+    return min(most, expert_tile(each))
+
+
 def _add_to_tiles(out: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor) -> None:
     """Add each tile's bias, [count, columns], in place."""
-    out.unflatten(0, (-1, EXPERT_TILE)).add_(bias[experts.clamp(min=0)].unsqueeze(1))
+    out.unflatten(0, (len(experts), -1)).add_(bias[experts.clamp(min=0)].unsqueeze(1))
 
 
 def _one_by_one(

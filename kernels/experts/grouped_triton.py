@@ -7,10 +7,13 @@ import triton
 import triton.language as tl
 
 from triforce_kernels.counts import cdiv
+from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
-_COLUMNS = 32
+# Columns of a program, bytes of a row that a turn of its loop multiplies, and turns that are read
+# ahead: with few rows it waits for the weight, and with many it computes.
+_FEW_ROWS, _MANY_ROWS = (32, 256, 4), (128, 128, 3)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -42,9 +45,10 @@ def dense(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     """`grouped.product` for a dense weight of x's dtype."""
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
     out = torch.empty((tile * count, columns), dtype=x.dtype, device=x.device)
-    _dense_kernel[(count, cdiv(columns, _COLUMNS))](
+    each, step_bytes, stages = _FEW_ROWS if tile <= EXPERT_TILE else _MANY_ROWS
+    _dense_kernel[(count, cdiv(columns, each))](
         x, *groups, weight, out, x.stride(0), weight.stride(0), x.shape[0], columns,
-        weight.shape[1], ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize,
-        num_warps=4, num_stages=4,
+        weight.shape[1], ROWS=tile, COLUMNS=each, DEPTH=step_bytes // x.dtype.itemsize,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out

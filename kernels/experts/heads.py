@@ -6,29 +6,30 @@ from typing import NamedTuple
 
 import torch
 
-from triforce_kernels import same_bits
 from triforce_kernels.checks import require
 from triforce_kernels.counts import cdiv
 from triforce_kernels.dispatch import REFERENCE, TRITON, backend
-from triforce_kernels.experts.grouped import kernel_of, product
+from triforce_kernels.experts.grouped import kernel_of, product, rows_of_tile
 from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS
 from triforce_kernels.weights.linear import Weight, linear, rows_of
 from triforce_kernels.weights.tiles import Tiles
 
 
 class HeadTiles(NamedTuple):
-    """`Tiles.order` and `Tiles.experts` of up to FEW_ROWS rows, head after head."""
+    """`Tiles` of the vectors of rows, head after head: `order` is of [rows * heads, in]."""
 
+    rows: int
     order: torch.Tensor
     experts: torch.Tensor
 
     @classmethod
-    def of(cls, rows: int, heads: int, device: torch.device) -> HeadTiles:
-        tiles = cdiv(rows, EXPERT_TILE)
-        place = torch.arange(tiles * EXPERT_TILE, device=device)
-        first = torch.arange(0, heads * rows, rows, device=device).unsqueeze(1)
-        order = (first + place).masked_fill_(place >= rows, -1).flatten()
-        return cls(order, torch.arange(heads, device=device).repeat_interleave(tiles))
+    def of(cls, rows: int, heads: int, device: torch.device, tile: int = EXPERT_TILE) -> HeadTiles:
+        """tile: rows of a tile"""
+        tiles = cdiv(rows, tile)
+        row = torch.arange(tiles * tile, device=device)
+        order = row * heads + torch.arange(heads, device=device).unsqueeze(1)
+        order = order.masked_fill_(row >= rows, -1).flatten()
+        return cls(tile, order, torch.arange(heads, device=device).repeat_interleave(tiles))
 
 
 def by_heads(x: torch.Tensor, weight: Weight, tiles: HeadTiles | None = None) -> torch.Tensor:
@@ -49,20 +50,17 @@ def by_heads(x: torch.Tensor, weight: Weight, tiles: HeadTiles | None = None) ->
     )
     if backend(x.device) == REFERENCE or x.dtype == torch.float64 or kernel_of(weight) is None:
         return _one_by_one(x, weight)
-    if rows <= FEW_ROWS:
+    if rows <= FEW_ROWS or backend(x.device) == TRITON:
         return _in_tiles(x, weight, tiles)
-    if same_bits.wanted() and backend(x.device) == TRITON:
-        # Products with one head after another have other tiles.
-        return torch.cat([_in_tiles(part, weight) for part in x.split(FEW_ROWS)])
     return _one_by_one(x, weight)
 
 
-def _in_tiles(x: torch.Tensor, weight: Weight, tiles: HeadTiles | None = None) -> torch.Tensor:
-    rows, heads, size = x.shape
+def _in_tiles(x: torch.Tensor, weight: Weight, tiles: HeadTiles | None) -> torch.Tensor:
+    rows, heads, _ = x.shape
     columns = weight.shape[0] // heads
-    tiles = tiles or HeadTiles.of(rows, heads, x.device)
-    by_head = x.transpose(0, 1).contiguous().view(heads * rows, size)
-    out = product(by_head, weight, Tiles(EXPERT_TILE, columns, *tiles))
+    tiles = tiles or HeadTiles.of(rows, heads, x.device, rows_of_tile(x, [weight], rows))
+    chosen = Tiles(tiles.rows, columns, tiles.order, tiles.experts)
+    out = product(x.flatten(0, 1), weight, chosen)
     return out.view(heads, -1, columns)[:, :rows].transpose(0, 1)
 
 

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.experts.routing import Choice
-from triforce_kernels.limits import EXPERT_TILE
 
 # Pairs of a row and an expert that a program compares with all experts at a time.
 _PAIRS = 32
@@ -130,15 +129,15 @@ def _tiles_kernel(
 
 
 def in_tiles(
-    chosen: torch.Tensor, count: int, tiles: int
+    chosen: torch.Tensor, count: int, tiles: int, tile: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`grouped.in_tiles`."""
-    order = torch.empty(tiles * EXPERT_TILE, dtype=torch.int64, device=chosen.device)
+    order = torch.empty(tiles * tile, dtype=torch.int64, device=chosen.device)
     own, experts = torch.empty_like(order), order.new_empty(tiles)
     places = torch.empty_like(chosen)
     _tiles_kernel[(tiles,)](
         chosen, order, own, experts, places, chosen.numel(), chosen.shape[1], count,
-        COUNT=next_power_of_2(count), PAIRS=_PAIRS, TILE=EXPERT_TILE, num_warps=4,
+        COUNT=next_power_of_2(count), PAIRS=_PAIRS, TILE=tile, num_warps=4,
     )  # fmt: skip
     return order, own, experts, places
 

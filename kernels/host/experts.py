@@ -14,7 +14,6 @@ from triforce_kernels.host.library import library
 from triforce_kernels.host.structures import FORMATS, ExpertMLP, Experts, Gate, Product
 from triforce_kernels.host.weights import computes, weight_struct
 from triforce_kernels.layer import clamped_swiglu, geglu, swiglu
-from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.linear import Weight
 from triforce_kernels.weights.tiles import Tiles
 
@@ -55,17 +54,17 @@ def choose(
 
 
 def in_tiles(
-    chosen: torch.Tensor, count: int, tiles: int
+    chosen: torch.Tensor, count: int, tiles: int, tile: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`grouped.in_tiles`."""
-    order, own = chosen.new_empty(2, tiles * EXPERT_TILE).unbind()
+    order, own = chosen.new_empty(2, tiles * tile).unbind()
     which, places = chosen.new_empty(tiles), chosen.new_empty(chosen.shape)
     fits = library().triforce_tiles(
         chosen.data_ptr(),
         *chosen.shape,
         count,
         tiles,
-        EXPERT_TILE,
+        tile,
         order.data_ptr(),
         own.data_ptr(),
         which.data_ptr(),

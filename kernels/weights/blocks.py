@@ -57,18 +57,18 @@ class BlockWeight(StoredWeight):
     def device(self) -> torch.device:
         return self.data.device
 
-    @property
-    def rows_at_once(self) -> int:
-        return max(1, limits.DECODED_AT_ONCE // self.columns)
-
     def rows(self, first: int, end: int) -> BlockWeight:
         """StoredWeight.rows."""
         return replace(self, data=self.data[first:end])
 
     def dense_rows(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """StoredWeight.dense_rows. Raise NoDecoderError."""
-        for first in range(0, self.shape[0], self.rows_at_once):
-            yield first, decode(self.data[first : first + self.rows_at_once], self.kind, dtype)
+        numbers = limits.DECODED_AT_ONCE
+        if backend(self.device) == TRITON and has_kernel(self.kind, self.device):
+            numbers = limits.DECODED_BYTES_ON_GPU // dtype.itemsize
+        step = max(1, numbers // self.columns)
+        for first, rows in enumerate(self.data.split(step)):
+            yield first * step, decode(rows, self.kind, dtype)
 
     def lookup(self, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """StoredWeight.lookup. Raise NoDecoderError."""

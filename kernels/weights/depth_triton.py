@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from triforce_kernels.counts import cdiv
+from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.tiles import Tiles
 
 # Programs of a product, if its matrix has fewer tiles of columns. A part's sums of a row take 4
@@ -66,7 +67,7 @@ def divided(
     whole: bool = False,
 ) -> Parts:
     """Divide a product with the rows of x. Products with experts have one part: they have enough
-    programs, of few columns each.
+    programs, of few columns each if the tiles are small.
 
     tile_rows: rows of all tiles
     columns: of the result
@@ -74,7 +75,9 @@ def divided(
     tile: columns of a program; None if its kernel decodes the weight
     whole: whether each program adds all parts up, so that their sums take no memory
     """
-    tile = tile or (_COLUMNS if tiles is None and x.dtype.itemsize < 4 else _FEW_COLUMNS)
+    if tile is None:
+        few = x.dtype.itemsize == 4 or (tiles is not None and tiles.rows <= EXPERT_TILE)
+        tile = _FEW_COLUMNS if few else _COLUMNS
     if tiles is None:
         rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // cdiv(columns, _COLUMNS))
     else:

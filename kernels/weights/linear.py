@@ -121,6 +121,8 @@ def _by_slices(
         if out is None:
             out = x.new_empty(*x.shape[:-1], weight.shape[0])
         out[..., first:end] = product(x, rows, added)
+        # Before others are decoded.
+        del rows
     return x.new_empty(*x.shape[:-1], 0) if out is None else out
 
 

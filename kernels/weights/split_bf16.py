@@ -119,6 +119,11 @@ class SplitBF16Weight(CodedMatrix, SplitWeight):
         """StoredWeight.experts_kernel."""
         return "split_experts"
 
+    @property
+    def most_tile_rows(self) -> int:
+        """StoredWeight.most_tile_rows."""
+        return limits.SPLIT_TILE
+
     def joined(self) -> torch.Tensor:
         """SplitWeight.joined."""
         return decode(self)

@@ -16,9 +16,6 @@ from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 _BYTES = 256
 _STEP_BYTES = 128
-# Rows of a tile, at most. Each warp of a larger one would decode the same numbers again, on GPUs
-# before and after compute capability 9.0.
-_MOST_ROWS = 32
 # Exceptions that a product reads at a time.
 _LISTED = 16
 
@@ -167,7 +164,7 @@ def _product(
     x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles | None, apart: int = 0
 ) -> torch.Tensor:
     """apart: bytes from an expert to the next, if the weight is the first one alone"""
-    tile, count, columns, groups = launched(x, weight.shape[0], tiles, _MOST_ROWS)
+    tile, count, columns, groups = launched(x, weight.shape[0], tiles, limits.SPLIT_TILE)
     depth = _STEP_BYTES // x.dtype.itemsize
     steps = cdiv(weight.shape[1] // 2, depth)
     parts = divided(x, tiles, tile * count, columns, steps)

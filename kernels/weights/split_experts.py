@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from triforce_kernels import limits
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight
 from triforce_kernels.weights.stored import SplitWeight
 
@@ -94,6 +95,11 @@ class SplitExpertsWeight(SplitWeight):
     def experts_kernel(self) -> str:
         """StoredWeight.experts_kernel."""
         return "split_experts"
+
+    @property
+    def most_tile_rows(self) -> int:
+        """StoredWeight.most_tile_rows."""
+        return limits.SPLIT_TILE
 
     def joined(self) -> torch.Tensor:
         """SplitWeight.joined."""

@@ -8,6 +8,7 @@ from typing import ClassVar, Self, TypeGuard
 
 import torch
 
+from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights.block_types import BlockType
 
 
@@ -52,6 +53,11 @@ class StoredWeight(ABC):
         weight (`experts.grouped`). None to multiply by one after another.
         """
         return None
+
+    @property
+    def most_tile_rows(self) -> int:
+        """Number of rows that a GPU's program multiplies by an expert at a time, at most."""
+        return FEW_ROWS
 
 
 def is_split(weight: torch.Tensor | StoredWeight) -> TypeGuard[SplitWeight]:

@@ -5,6 +5,7 @@ host memory. Kernels run from a CUDA graph, in several calls over different data
 launches nor the L2 cache affect their times.
 
     python scripts/bench kernels [--shape llama2-7b] [--context 131072] [--split] [--json]
+    python scripts/bench kernels --experts [--shape qwen3-30b-a3b]
 
 Without a GPU, it times the PyTorch references on the CPU, over a small context.
 """
@@ -17,6 +18,7 @@ from dataclasses import asdict
 
 import torch
 
+from bench.expert_cases import ExpertCases
 from bench.kernel_cases import KernelCases
 from bench.split_cases import SplitCases
 from frame import Benchmark, Figures, Option, print_table
@@ -29,8 +31,10 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda:0" if cuda else "cpu")
     rates = measure_gpu() if cuda else measure_cpu()
-    shape = args.shape or ("llama2-7b-128k" if cuda else "smollm2-135m")
-    cases = (SplitCases if args.split else KernelCases)(
+    whole = "qwen3-30b-a3b" if args.experts else "llama2-7b-128k"
+    shape = args.shape or (whole if cuda or args.experts else "smollm2-135m")
+    kind = ExpertCases if args.experts else SplitCases if args.split else KernelCases
+    cases = kind(
         read_shape(shape),
         args.context or (131072 if cuda else 4096),
         args.tokens,
@@ -77,6 +81,9 @@ main = Benchmark(
         Option("--tokens", 17, "queries of a pass"),
         Option("--repeats", type=int, help="rounds of each kernel (9; 3 without a GPU)"),
         Option("--split", False, "the kernels of weights and KV split alone"),
+        Option(
+            "--experts", False, "products with experts alone, of the shape of a model with some"
+        ),
     ),
     show,
 )

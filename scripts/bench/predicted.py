@@ -16,7 +16,7 @@ from triforce_core.model.tensors import matrices
 from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve
 from triforce_core.plan.simulation.candidates import evaluate
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.round_cost import RoundCost
+from triforce_core.plan.simulation.costs.round import RoundCost
 from triforce_offload.machine.probe import Rates, emulated, measure_cpu
 from triforce_offload.weights.formats import DTYPES
 

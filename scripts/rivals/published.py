@@ -31,8 +31,8 @@ from triforce_core.plan.simulation.acceptance_curve import (
     expected_tokens,
 )
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.costs import Costs
-from triforce_core.plan.simulation.launches import PLAIN
+from triforce_core.plan.simulation.costs.forward import Costs
+from triforce_core.plan.simulation.costs.launches import PLAIN
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import named
 

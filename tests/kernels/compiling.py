@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product as product_of
 from pathlib import Path
 from typing import NamedTuple
 
@@ -347,11 +348,16 @@ def launch_experts(dtype: torch.dtype) -> None:
     for choice in (Choice(8), Choice(8, sigmoid=True, groups=8, chosen_groups=4)):
         choose(router, router[0] if choice.sigmoid else None, choice)
     chosen = torch.zeros(17, 2, dtype=torch.int64)
-    order, _, experts, places = in_tiles(chosen, count)
+    _, order, _, experts, places = in_tiles(chosen, count)
     weighted_sums(torch.empty(32, depth, dtype=dtype), places, torch.empty(17, 2))
+    x = torch.empty(17, depth, dtype=dtype)
     for weight in weights:
-        x = torch.empty(17, depth, dtype=dtype)
         product(x, weight, Tiles(EXPERT_TILE, columns, order, experts))
+    if dtype == HALF:
+        for weight, tile in product_of(weights, (32, 64)):
+            if isinstance(weight, torch.Tensor) or tile <= weight.most_tile_rows:
+                order = torch.zeros(tile * len(experts), dtype=torch.int64)
+                product(x, weight, Tiles(tile, columns, order, experts))
 
 
 def main(capability: int, which: str) -> None:

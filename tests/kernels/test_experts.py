@@ -8,16 +8,20 @@ import pytest
 import torch
 from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
 
+from triforce_kernels import dispatch
+from triforce_kernels.experts import grouped
 from triforce_kernels.experts.grouped import (
     Experts,
     gated_experts,
     has_kernels,
     in_tiles,
     product,
+    reference_product,
 )
 from triforce_kernels.experts.routing import Choice, choose, reference_choose
 from triforce_kernels.layer import swiglu
-from triforce_kernels.limits import EXPERT_TILE
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile
+from triforce_kernels.limits import in_tiles as in_tiles_of
 from triforce_kernels.weights.block_types import BLOCK_TYPES
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
@@ -63,28 +67,30 @@ def apart(dense: torch.Tensor, count: int) -> SplitExpertsWeight:
     return made
 
 
-def test_rows_are_in_tiles_of_their_experts(backend) -> None:
+@pytest.mark.parametrize("tile", [16, 64])
+def test_rows_are_in_tiles_of_their_experts(backend, tile: int) -> None:
+    """Also more rows than a kernel divides."""
     generator = torch.Generator().manual_seed(1)
-    for rows, active, count in ((1, 2, 8), (17, 3, 5), (40, 2, 60), (33, 1, 1)):
+    for rows, active, count in ((1, 2, 8), (17, 3, 5), (40, 2, 60), (33, 1, 1), (150, 3, 7)):
         chosen = torch.rand(rows, count, generator=generator).topk(active).indices
-        order, own, experts, places = in_tiles(chosen.to(DEVICE), count)
+        size, order, own, experts, places = in_tiles(chosen.to(DEVICE), count, tile)
+        assert size == tile
         assert torch.equal(own >= 0, order >= 0)
         assert torch.equal(own[own >= 0], (own >= 0).nonzero().squeeze(1))
-        assert order.shape == (len(experts) * EXPERT_TILE,)
+        assert order.shape == (len(experts) * tile,)
         assert places.unique().numel() == rows * active, "each has a place of its own"
-        for row in range(rows):
-            for which in range(active):
-                place = int(places[row, which])
-                assert order[place] == row
-                assert experts[place // EXPERT_TILE] == chosen[row, which]
+        assert torch.equal(
+            order[places], torch.arange(rows, device=DEVICE)[:, None].expand(-1, active)
+        )
+        assert torch.equal(experts[places // tile], chosen.to(DEVICE))
         assert int((order >= 0).sum()) == rows * active
-        used = (order.view(-1, EXPERT_TILE) >= 0).any(1)
+        used = (order.view(-1, tile) >= 0).any(1)
         assert torch.equal(used, experts >= 0), "no tile without rows is multiplied"
 
 
 def test_rows_without_an_expert_are_in_no_tile(backend) -> None:
     chosen = torch.tensor([[2, -1], [-1, -1], [0, 2], [-1, 1]], device=DEVICE)
-    order, own, experts, places = in_tiles(chosen, 3)
+    _, order, own, experts, places = in_tiles(chosen, 3)
     assert torch.equal(places < 0, chosen < 0)
     assert order[places[chosen >= 0]].tolist() == [0, 2, 2, 3]
     assert experts[places[chosen >= 0] // EXPERT_TILE].tolist() == [2, 0, 2, 1]
@@ -95,15 +101,16 @@ def test_rows_without_an_expert_are_in_no_tile(backend) -> None:
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("name", ["dense", "int4", "int3", "split", "apart", "high", "blocks"])
-def test_products_equal_those_with_each_expert(backend, draw, name, dtype) -> None:
+@pytest.mark.parametrize("tile", [EXPERT_TILE, 32])
+def test_products_equal_those_with_each_expert(backend, draw, tile: int, name, dtype) -> None:
     """The number of columns is no multiple of a tile, nor of what lists of exceptions count in."""
     count, columns, depth = 5, 40, 192
     weight = formats(draw, count * columns, depth, dtype)[name]
     x = draw(18, depth + 8, dtype=dtype)[:, :depth]
     generator = torch.Generator().manual_seed(2)
     chosen = torch.rand(18, count, generator=generator).topk(2).indices.to(DEVICE)
-    order, _, experts, places = in_tiles(chosen, count)
-    found = product(x, weight, Tiles(EXPERT_TILE, columns, order, experts))[places]
+    tile, order, _, experts, places = in_tiles(chosen, count, tile)
+    found = product(x, weight, Tiles(tile, columns, order, experts))[places]
     exact = numbers(weight).double().view(count, columns, depth)[chosen]
     expected = (exact @ x.double()[:, None, :, None]).squeeze(-1)
     assert_near(found, expected, TOLERANCE[dtype])
@@ -117,7 +124,7 @@ def test_rows_of_a_weight_are_its_rows(draw, name) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 70])
 def test_weighted_sums_of_gated_experts(backend, draw, rows: int) -> None:
-    """Few rows by tiles where there are kernels, many by one expert after another."""
+    """By tiles where there are kernels, and on a processor many by one expert after another."""
     count, width, hidden = 6, 24, 64
     gate_up, down = draw(count * 2 * width, hidden), draw(count * hidden, width)
     x, generator = draw(rows, hidden), torch.Generator().manual_seed(3)
@@ -154,6 +161,43 @@ def test_a_choice_of_no_expert_adds_nothing(backend, draw, rows: int) -> None:
     none = ~here.any(1)
     assert none.any() or rows == 1
     assert not parts[0][none].any()
+
+
+@pytest.mark.parametrize(("each", "tile"), [(1, 16), (16, 16), (20, 32), (64, 64), (1024, 64)])
+def test_tiles_are_as_long_as_experts_have_rows(each: int, tile: int) -> None:
+    assert expert_tile(each) == tile
+
+
+def test_experts_with_many_rows_are_multiplied_one_by_one() -> None:
+    """Of a prompt's 1,024 rows an expert of Mixtral has 256, and one of Qwen3-30B-A3B has 64."""
+    assert in_tiles_of(1024, 8, 128)
+    assert in_tiles_of(FEW_ROWS, 2, 2)
+    assert not in_tiles_of(1024, 2, 8)
+
+
+def test_many_rows_wait_for_no_choice_where_kernels_multiply_by_tiles(draw, monkeypatch) -> None:
+    """A prompt launches a handful of kernels for a layer's experts, however many there are."""
+    monkeypatch.setattr(dispatch, "_forced", dispatch.TRITON)
+    multiplied: list[Tiles] = []
+
+    def matrices(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
+        multiplied.append(tiles)
+        return reference_product(x, weight, tiles)
+
+    monkeypatch.setattr(grouped, "product", matrices)
+    count, width, hidden, rows = 4, 16, 32, FEW_ROWS + 36
+    experts = Experts(count, draw(count * 2 * width, hidden), draw(count * hidden, width))
+    chosen = torch.rand(rows, count).topk(2).indices.to(DEVICE)
+    x, weights = draw(rows, hidden).bfloat16(), draw(rows, 2).softmax(1)
+    experts = experts._replace(gate_up=experts.gate_up.bfloat16(), down=experts.down.bfloat16())
+    found = gated_experts(x, experts, chosen, weights, swiglu, come=never)
+    assert [tiles.rows for tiles in multiplied] == [64, 64]
+    monkeypatch.setattr(dispatch, "_forced", dispatch.REFERENCE)
+    assert_near(found, gated_experts(x, experts, chosen, weights, swiglu), TOLERANCE[x.dtype])
+
+
+def never(tensor: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("the host waits for the device")
 
 
 def test_a_block_type_without_a_kernel_goes_expert_by_expert(backend) -> None:

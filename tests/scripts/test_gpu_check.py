@@ -18,7 +18,8 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(REAL, reason="simulates a GPU, and there is one")
 @pytest.mark.parametrize(
-    "mode", ["", "SPLIT", "LARGE", "RECURRENT", "SAME_BITS", "GRAPHS", "PROCESSOR"]
+    "mode",
+    ["", "SPLIT", "LARGE", "RECURRENT", "EXPERTS", "SAME_BITS", "GRAPHS", "PROCESSOR"],
 )
 def test_every_part_of_the_check_ends_well(tmp_path: Path, mode: str) -> None:
     result = tmp_path / "result.json"

@@ -32,7 +32,7 @@ from triforce_core.loading.load import load
 from triforce_core.model.checkpoints.random_checkpoint import RandomCheckpoint
 from triforce_core.model.config import ModelConfig
 from triforce_core.params import SamplingParams
-from triforce_core.plan.simulation.launches import prefill_flops
+from triforce_core.plan.simulation.costs.launches import prefill_flops
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MethodSettings
 from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.units import format_bytes

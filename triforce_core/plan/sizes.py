@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.feed_forward import Experts
 from triforce_core.model.parts.kept import (
     index_shape,
     kv_shape,
@@ -30,14 +31,7 @@ from triforce_core.plan.levels import (
 )
 from triforce_core.plan.machine import Device
 from triforce_core.plan.temporaries.drafter_bytes import drafter_bytes
-from triforce_core.plan.temporaries.product_bytes import (
-    decode_bytes,
-    groups_bytes,
-    host_product_bytes,
-    joined_bytes,
-    split_bytes,
-    widened_bytes,
-)
+from triforce_core.plan.temporaries.product_bytes import Products, groups_bytes
 from triforce_core.plan.temporaries.workspace import (
     GRAPH_LIBRARY_BYTES,
     distribution_bytes,
@@ -48,7 +42,7 @@ from triforce_core.plan.temporaries.workspace import (
     running_bytes,
 )
 from triforce_core.settings import EXACT, INT4, OFF, SPLIT, MethodSettings
-from triforce_kernels.limits import ALIGNED_KEYS, FEW_ROWS, PARTS_BYTES, WHOLE_ROWS
+from triforce_kernels.limits import ALIGNED_KEYS, FEW_ROWS, PARTS_BYTES, WHOLE_ROWS, in_tiles
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import coding_bytes, reader_bytes, rounding_bytes
@@ -177,6 +171,7 @@ class ModelSizes:
             prefill_workspace_bytes=prefill_workspace_bytes(
                 *(config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize),
                 by_host=self._by_host(PREFILL_CHUNK),
+                in_tiles=self._in_tiles(prefill_rows),
             )
             + self._product_bytes(prefill_rows)
             + self._divided_bytes(prefill_rows)
@@ -191,6 +186,7 @@ class ModelSizes:
                 self.device.splits(config.attention.kv_heads),
                 self._rounding_bytes(shape, budget),
                 by_host=self.device.host_kernels,
+                in_tiles=self._in_tiles(verified),
             )
             + self._product_bytes(verified)
             + self._divided_bytes(0)
@@ -258,36 +254,9 @@ class ModelSizes:
 
     def _product_bytes(self, tokens: int) -> int:
         """Return the bytes of temporaries of products with weights, without their results."""
-        config = self.config
-        largest = max(config.vocab_rows * config.hidden, self._largest)
-        # Of experts that stand one above the other, one is decoded at a time.
-        decoded = min(self.weights.decoded_numbers, largest)
-        itemsize, blocks = self.dtype.itemsize, self.weights.block_types
-        if self._by_host(tokens):
-            fused = all(map(self.device.has_kernel, blocks))
-            total = host_product_bytes(config, tokens, 0 if fused else decoded, itemsize)
-            return total + self._joined_bytes(tokens, decoded)
-        if self.weights.split:
-            # With few rows, a kernel multiplies by what it reads.
-            joins = tokens * self.sequences > FEW_ROWS
-            by_kernel = self.device.gpu and self.device.kernels and joins
-            total = split_bytes(config, tokens, decoded, itemsize, by_kernel=by_kernel)
-            total = max(total, self._joined_bytes(tokens, decoded))
-            whole = min(self.weights.undivided_numbers, largest)
-            total = max(total, decode_bytes(config, tokens, whole, itemsize))
-        else:
-            total = decode_bytes(config, tokens, decoded, itemsize)
-        if self.device.widens:
-            total += widened_bytes(config, tokens, largest)
-        return total
-
-    def _joined_bytes(self, tokens: int, numbers: int) -> int:
-        """Return the bytes of temporaries of split blocks. numbers: of the largest matrix"""
-        if not self.weights.joins_blocks:
-            return 0
-        device, itemsize = self.device, self.dtype.itemsize
-        on_gpu, on_host = device.gpu and device.kernels, device.host_kernels
-        return joined_bytes(self.config, tokens, numbers, itemsize, on_gpu=on_gpu, on_host=on_host)
+        products = Products(self.config, self.weights, self.device, self.dtype.itemsize)
+        few = tokens * self.sequences <= FEW_ROWS
+        return products.nbytes(tokens, few=few, by_host=self._by_host(tokens))
 
     def _divided_bytes(self, tokens: int) -> int:
         """Return what kernels of a GPU take to give rows the same bits: sums of the parts of dense
@@ -303,6 +272,14 @@ class ModelSizes:
     def _by_host(self, rows: int) -> bool:
         """Whether compiled kernels multiply so many rows by weights in any format."""
         return self.device.host_kernels and (self.same_bits or rows * self.sequences <= FEW_ROWS)
+
+    def _in_tiles(self, rows: int) -> bool:
+        """Whether a GPU's kernels multiply that many rows by all experts at once."""
+        kernels = self.device.gpu and self.device.kernels
+        fused = kernels and all(each.multiplies_experts for each in self.weights.experts)
+        mlps = [spec.mlp for spec in self.config.distinct_layers if isinstance(spec.mlp, Experts)]
+        tiled = self.same_bits or all(in_tiles(rows, mlp.active, mlp.count) for mlp in mlps)
+        return fused and tiled
 
     @property
     def _largest(self) -> int:

@@ -14,7 +14,7 @@ from triforce_core.machine_settings import MachineSettings
 from triforce_core.model.checkpoints.random_checkpoint import RandomCheckpoint
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.known.shapes import for_timing, read_shape
-from triforce_core.plan.simulation.launches import prefill_flops
+from triforce_core.plan.simulation.costs.launches import prefill_flops
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import LinkError, UsageError
 from triforce_offload.plan.placement import KV_SLOTS, WEIGHT_SLOTS

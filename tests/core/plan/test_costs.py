@@ -27,10 +27,10 @@ from triforce_core.model.parts.specs import Streams
 from triforce_core.model.rope import Rope
 from triforce_core.model.tensors import drafter_layouts
 from triforce_core.model.transformer import Ends, Model
-from triforce_core.plan.simulation import costs as constants
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.drafter_cost import drafter_cost
-from triforce_core.plan.simulation.launches import (
+from triforce_core.plan.simulation.costs import launches as constants
+from triforce_core.plan.simulation.costs.drafter import drafter_cost
+from triforce_core.plan.simulation.costs.launches import (
     ASSISTANT_LAUNCHES,
     ASSISTANT_LAYER_LAUNCHES,
     CONVOLUTION_LAUNCHES,

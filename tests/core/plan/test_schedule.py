@@ -11,8 +11,8 @@ from tiny_parts import LAYERS
 
 from bench.plot_trace import read_trace
 from triforce_core import Engine
-from triforce_core.plan.simulation.costs import Costs
-from triforce_core.plan.simulation.round_cost import RoundCost
+from triforce_core.plan.simulation.costs.forward import Costs
+from triforce_core.plan.simulation.costs.round import RoundCost
 from triforce_offload.machine.profiles import named
 from triforce_offload.plan.simulate import spans
 from triforce_offload.weights.formats import DTYPES

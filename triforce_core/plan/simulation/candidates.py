@@ -16,11 +16,10 @@ from triforce_core.plan.simulation.acceptance_curve import (
     expected_tree,
 )
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.drafter_cost import DrafterCost, drafter_cost
-from triforce_core.plan.simulation.launches import prefill_flops
+from triforce_core.plan.simulation.costs.drafter import DrafterCost, drafter_cost
+from triforce_core.plan.simulation.costs.prefill import prefill_seconds
+from triforce_core.plan.simulation.costs.round import RoundCost
 from triforce_core.plan.simulation.processor import fastest_counts
-from triforce_core.plan.simulation.round_cost import RoundCost
-from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_core.settings import AUTO, MethodSettings
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.plan.memory_plan import MemoryPlan
@@ -80,17 +79,9 @@ class Candidate:
         """Duration of the prefill of a prompt that leaves room for the new tokens: the longer of
         compute and the copies meanwhile.
         """
-        case, rank = self.case, self.case.rank
-        prompt = case.context - case.new_tokens
-        hardware, matrices = case.hardware, self.memory.weights_prefill_link_bytes
-        flops = prefill_flops(rank, prompt)
-        compute = flops / hardware.flops_per_second + case.costs.head(1)
-        compute += (2 * len(rank.layers) + 1) * case.costs.all_reduce(prompt)
-        each = case.costs.launches.layer + case.costs.expert_launches(PREFILL_CHUNK)
-        launches = len(rank.layers) * -(-prompt // PREFILL_CHUNK) * each * hardware.launch_seconds
-        # A GPU computes while the host launches.
-        compute = max(compute, launches) if hardware.asynchronous else compute + launches
-        rate = hardware.stream_bytes_per_second
+        case, matrices = self.case, self.memory.weights_prefill_link_bytes
+        compute = prefill_seconds(case.costs, case.context - case.new_tokens)
+        rate = case.hardware.stream_bytes_per_second
         crossing = matrices / rate + self.round.disk_seconds
         outwards = max(0, self.memory.host_bytes - matrices)
         first = self.memory.slot_bytes / rate

@@ -28,7 +28,7 @@ from triforce_core.plan.simulation.acceptance_curve import (
     NGRAM_ACCEPTANCE,
     AcceptanceCurve,
 )
-from triforce_core.plan.simulation.costs import Costs
+from triforce_core.plan.simulation.costs.forward import Costs
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, NGRAM, SPLIT, STORED, MethodSettings
 from triforce_kernels.weights.block_types import NARROW, BlockType

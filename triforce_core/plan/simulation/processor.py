@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from triforce_core.model.feed_forward import Experts
-from triforce_core.plan.simulation.costs import Costs
+from triforce_core.plan.simulation.costs.forward import Costs
 from triforce_offload.machine.profiles import PRODUCT_ROWS, SPLIT_ROWS
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import for_processor

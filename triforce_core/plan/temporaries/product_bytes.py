@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import matrices
+from triforce_core.model.tensors import Layouts, matrices
+from triforce_core.plan.machine import Device
 from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODE_BYTES_ON_HOST,
     DECODED_AT_ONCE,
+    DECODED_BYTES_ON_GPU,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
     JOIN_BYTES,
@@ -21,13 +26,69 @@ from triforce_kernels.limits import (
 )
 
 
-def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
+@dataclass(frozen=True)
+class Products:
+    """Products of a model's weights with the rows of a forward on a device.
+
+    itemsize: bytes of a number of the rows
+    """
+
+    config: ModelConfig
+    weights: Layouts
+    device: Device
+    itemsize: int
+
+    def nbytes(self, tokens: int, *, few: bool, by_host: bool) -> int:
+        """Return the bytes of temporaries of products with `tokens` rows, without their results.
+
+        few: whether kernels multiply by split weights as they are read
+        by_host: whether compiled kernels multiply by weights in any format
+        """
+        config, weights, device, itemsize = self.config, self.weights, self.device, self.itemsize
+        on_gpu = device.gpu and device.kernels
+        fused = all(map(device.has_kernel, weights.block_types))
+        largest = max(config.vocab_rows * config.hidden, *map(prod, matrices(config)))
+        # Of experts that stand one above the other, one is decoded at a time.
+        decoded = min(weights.decoded_numbers, largest)
+        if by_host:
+            total = host_product_bytes(config, tokens, 0 if fused else decoded, itemsize)
+            return total + self._joined_bytes(tokens, decoded)
+        by_kernel = on_gpu and fused
+        if weights.split:
+            total = split_bytes(config, tokens, decoded, itemsize, by_kernel=on_gpu and not few)
+            total = max(total, self._joined_bytes(tokens, decoded))
+            whole = min(weights.undivided_numbers, largest)
+            whole = decode_bytes(config, tokens, whole, itemsize, by_kernel=by_kernel)
+            total = max(total, whole)
+        else:
+            total = decode_bytes(config, tokens, decoded, itemsize, by_kernel=by_kernel)
+        if device.widens:
+            total += widened_bytes(config, tokens, largest)
+        return total
+
+    def _joined_bytes(self, tokens: int, numbers: int) -> int:
+        """Return the bytes of temporaries of split blocks. numbers: of the largest matrix"""
+        if not self.weights.joins_blocks:
+            return 0
+        on_gpu, on_host = self.device.gpu and self.device.kernels, self.device.host_kernels
+        return joined_bytes(
+            self.config, tokens, numbers, self.itemsize, on_gpu=on_gpu, on_host=on_host
+        )
+
+
+def decode_bytes(
+    config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_kernel: bool = False
+) -> int:
     """Return the additional bytes for decoding weights in blocks: some decoded rows of the largest
     matrix, and their product with `tokens` rows before it is copied to the result.
 
     numbers: number of elements of the largest matrix
+    by_kernel: whether a GPU kernel decodes them
     """
-    return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, DECODE_BYTES)
+    at_once, each = DECODED_AT_ONCE, DECODE_BYTES
+    if by_kernel:
+        at_once, each = DECODED_BYTES_ON_GPU // itemsize, itemsize
+    return _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
 
 
 def host_product_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:

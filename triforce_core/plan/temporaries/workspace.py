@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
 from triforce_core.model.layers import Attention, LatentAttention, Mixer, Recurrent
 from triforce_core.model.parts.recurrent import LinearAttention, Mamba2
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
+from triforce_core.plan.temporaries.mlp_bytes import mlp_bytes
 from triforce_core.plan.temporaries.parts_bytes import (
     capped_bytes,
     chosen_in_pass_bytes,
@@ -24,7 +24,6 @@ from triforce_kernels.limits import (
     FEW_ROWS,
     HOST_PARTS,
     WINDOW_ROWS,
-    most_expert_tiles,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
 from triforce_offload.kv.states.shape import FOLD_TOKENS, MOST_HELD
@@ -38,11 +37,18 @@ GRAPH_LIBRARY_BYTES = 64 << 20
 
 
 def prompt_bytes(
-    config: ModelConfig, tokens: int, chunk: int, itemsize: int, *, by_host: bool = False
+    config: ModelConfig,
+    tokens: int,
+    chunk: int,
+    itemsize: int,
+    *,
+    by_host: bool = False,
+    in_tiles: bool = False,
 ) -> int:
     """Return the bytes of a prompt's hidden states, one layer's KV and one chunk's temporaries.
 
     by_host: whether a processor's compiled kernels compute
+    in_tiles: whether a GPU's kernels multiply many rows by experts in tiles
     """
     chunk = min(chunk, tokens)
     keys, sizes = config.attention.kept, [head_dim for _, head_dim in config.rotations]
@@ -56,17 +62,23 @@ def prompt_bytes(
     mixed = partial(
         _mixer_prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens, by_host=by_host
     )
-    return whole + max(rope, _layers_bytes(config, chunk, itemsize, mixed, by_host))
+    return whole + max(rope, _layers_bytes(config, chunk, itemsize, mixed, by_host, in_tiles))
 
 
 def forward_bytes(
-    config: ModelConfig, tokens: int, itemsize: int, text_tokens: int, *, by_host: bool = False
+    config: ModelConfig,
+    tokens: int,
+    itemsize: int,
+    text_tokens: int,
+    *,
+    by_host: bool = False,
+    in_tiles: bool = False,
 ) -> int:
     """Return the bytes of temporaries of a forward over `tokens` tokens after the prefill: the
     maximum of mixer and MLP, without what attention keeps between blocks.
 
     text_tokens: number of tokens of the longest sequence
-    by_host: whether a processor's compiled kernels compute
+    by_host, in_tiles: see `prompt_bytes`
     """
     mixed = partial(
         _mixer_pass_bytes,
@@ -75,7 +87,7 @@ def forward_bytes(
         text_tokens=text_tokens,
         by_host=by_host,
     )
-    return _layers_bytes(config, tokens, itemsize, mixed, by_host)
+    return _layers_bytes(config, tokens, itemsize, mixed, by_host, in_tiles)
 
 
 def _layers_bytes(
@@ -84,6 +96,7 @@ def _layers_bytes(
     itemsize: int,
     mixed: Callable[[Mixer], int],
     by_host: bool,
+    in_tiles: bool,
 ) -> int:
     """Return the bytes of the largest layer: the maximum of its mixer and its MLP.
 
@@ -98,41 +111,9 @@ def _layers_bytes(
         else:
             mixer = _recurrent_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
         mixer += mixed(spec.mixer)
-        mlp = _mlp_bytes(spec.mlp, hidden, tokens, itemsize, by_host)
+        mlp = mlp_bytes(spec.mlp, hidden, tokens, itemsize, by_host, in_tiles)
         largest = max(largest, mixer, mlp)
     return largest
-
-
-def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int, by_host: bool) -> int:
-    """Return the bytes of an MLP. Of experts: one that all tokens chose, with its rows and its
-    results; the results of all, their sums and the input in float32, and the scores of all experts.
-    Compiled kernels choose without temporaries, and what is float32 is not copied.
-    """
-    if not mlp.width:
-        return 0
-    if not isinstance(mlp, Experts):
-        return tokens * (hidden * 2 + mlp.width * 3) * itemsize
-    widest, inner = max(mlp.width, mlp.shared), mlp.inner(hidden)
-    # Results of experts; of shorter vectors also the input and the sum.
-    results = inner * (mlp.active + 2 * bool(mlp.latent))
-    if by_host:
-        each = (hidden * 3 + results + widest * 3) * itemsize + mlp.count * 4 * 3
-        if itemsize < 4:
-            each += (hidden * 2 + results) * 4
-    else:
-        each = (hidden * 4 + results + widest * 3) * itemsize
-        each += hidden * 4 * 4 + mlp.count * 4 * 6
-    if isinstance(mlp, ExpertsBeside):
-        # The router's input, and norms of both parts.
-        each += hidden * (4 * 3 + itemsize * 2)
-    few, each = min(tokens, FEW_ROWS), each + mlp.active * 48
-    return max(tokens * each, few * each + _tiles_bytes(mlp, inner, few, itemsize))
-
-
-def _tiles_bytes(mlp: Experts, inner: int, few: int, itemsize: int) -> int:
-    """Return the additional bytes of products of few rows, whose tiles have places without rows."""
-    places = EXPERT_TILE * most_expert_tiles(few, mlp.active, mlp.count)
-    return places * ((inner + 3 * mlp.width) * itemsize + 2 * 8)
 
 
 def _attention_bytes(
@@ -332,14 +313,16 @@ def prefill_workspace_bytes(
     itemsize: int,
     *,
     by_host: bool = False,
+    in_tiles: bool = False,
 ) -> int:
     """Return the peak bytes of temporaries during a prefill.
 
     chunk: number of tokens for which a layer is computed at a time
     scored_chunk: number of tokens of a chunk that is scored for retrieval, 0 without retrieval
-    by_host: whether a processor's compiled kernels compute
+    by_host, in_tiles: see `prompt_bytes`
     """
-    prefill = prompt_bytes(config, prompt_tokens, chunk, itemsize, by_host=by_host)
+    kernels = {"by_host": by_host, "in_tiles": in_tiles}
+    prefill = prompt_bytes(config, prompt_tokens, chunk, itemsize, **kernels)
     if not scored_chunk:
         return prefill
     scored = min(SCORED_TOKENS, chunk, prompt_tokens)
@@ -360,6 +343,7 @@ def pass_workspace_bytes(
     rounding: int = 0,
     *,
     by_host: bool = False,
+    in_tiles: bool = False,
 ) -> int:
     """Return the peak bytes of temporaries after the prefill: in a pass, or while choosing chunks,
     copying chunks, or drawing tokens.
@@ -367,9 +351,10 @@ def pass_workspace_bytes(
     scored_chunk: see `prefill_workspace_bytes`
     splits: the most parts into which the attention of a pass divides its keys
     rounding: bytes of temporaries for copying chunks in 8 bits
-    by_host: see `prefill_workspace_bytes`
+    by_host, in_tiles: see `prompt_bytes`
     """
-    forward = forward_bytes(config, pass_tokens, itemsize, context_tokens, by_host=by_host)
+    kernels = {"by_host": by_host, "in_tiles": in_tiles}
+    forward = forward_bytes(config, pass_tokens, itemsize, context_tokens, **kernels)
     forward += running_bytes(config, pass_tokens, splits)
     distributions = distribution_bytes(config, pass_tokens)
     if not scored_chunk:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from triforce_core.plan.levels import LONGEST_RECORDED
-from triforce_core.plan.simulation.costs import Costs
+from triforce_core.plan.simulation.costs.forward import Costs
 from triforce_core.plan.simulation.processor import Processor
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape

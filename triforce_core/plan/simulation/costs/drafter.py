@@ -11,8 +11,8 @@ from triforce_core.plan.levels import WINDOW
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import expected_tokens
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.costs import Costs
-from triforce_core.plan.simulation.launches import (
+from triforce_core.plan.simulation.costs.forward import Costs
+from triforce_core.plan.simulation.costs.launches import (
     ASSISTANT_LAUNCHES,
     ASSISTANT_LAYER_LAUNCHES,
     CONVOLUTION_LAUNCHES,

@@ -79,6 +79,13 @@ OPERATIONS = {
 # Integer instructions for each element that is decoded to memory: of a matrix before a product with
 # more rows, or of a block of KV. Assumed for blocks that are joined.
 DECODE_OPERATIONS = 15.0
+# Likewise, of matrices that a product with more than FEW_ROWS rows decodes first. Those of tables
+# as in a product with few rows.
+DECODED_FIRST = {
+    Read.SPLIT_BF16: DECODE_OPERATIONS,
+    Read.BLOCKS: DECODE_OPERATIONS,
+    Read.TABLES: 56.0,
+}
 # Default number of keys of a chunk that is scored (`settings.chunk_size`).
 SCORED_KEYS = 8
 # Bytes that a distribution and its acceptance rule read and write for each token of the vocabulary:
@@ -107,8 +114,9 @@ ROUND_LAUNCHES = 30
 CONVOLVE_LAUNCHES, RECUR_LAUNCHES = (12, 3), (75, 5)
 # Launches around the products with experts, in PyTorch for each expert that is chosen, and in
 # Triton: a copy of the rows in float32, their product with the router, three kernels that choose
-# experts, divide rows into tiles and sum, and the activation (`experts.grouped`).
-EXPERT_LAUNCHES = (11, 6)
+# experts, divide rows into tiles and sum, and the activation (`experts.grouped`). Then those of
+# many rows that are sorted instead.
+EXPERT_LAUNCHES = (11, 6, 42)
 # Further launches of latent attention, in PyTorch, views included, and in Triton: copies and norms
 # of parts of what is projected, two products by heads, one of queries, and what puts vectors
 # together (`model/mixers.LatentMixer`, `experts/heads`).
@@ -152,8 +160,12 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     for spec in config.layers:
         for part, shape in spec.products(config.hidden).items():
             numbers += prod(shape) * (spec.mlp.active if part in EXPERT_PARTS else 1)
-        numbers += _mixed_numbers(spec.mixer, tokens)
-    return 2.0 * tokens * numbers
+    return 2.0 * tokens * numbers + mixing_flops(config, tokens)
+
+
+def mixing_flops(config: ModelConfig, tokens: int) -> float:
+    """Return the flops of `prefill_flops` between the projections."""
+    return 2.0 * tokens * sum(_mixed_numbers(spec.mixer, tokens) for spec in config.layers)
 
 
 def _mixed_numbers(mixer: Mixer, tokens: int) -> float:

@@ -7,10 +7,8 @@ a recorded piece takes its work plus the gaps between kernels. On a CPU, work an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import ceil, prod
 
 from triforce_core.model.config import ModelConfig
@@ -20,7 +18,7 @@ from triforce_core.model.parts.kept import state_shape
 from triforce_core.model.parts.recurrent import LinearAttention, Mamba2
 from triforce_core.model.parts.specs import Keeps
 from triforce_core.model.tensors import MatrixBytes, dense_layouts
-from triforce_core.plan.simulation.launches import (
+from triforce_core.plan.simulation.costs.launches import (
     CONVOLVE_LAUNCHES,
     DECODE_OPERATIONS,
     DISTRIBUTION_BYTES,
@@ -34,7 +32,6 @@ from triforce_core.plan.simulation.launches import (
     MLP_TOUCHES,
     NORM_PARTS,
     NORM_TOUCHES,
-    OPERATIONS,
     PLAIN,
     RECUR_LAUNCHES,
     ROTATE_TOUCHES,
@@ -46,7 +43,8 @@ from triforce_core.plan.simulation.launches import (
     further_launches,
     selection_work,
 )
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS
+from triforce_core.plan.simulation.costs.products import Product, integer_seconds
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, in_tiles
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.machine.profiles import Hardware
@@ -127,8 +125,14 @@ class Costs:
         share, matrices = mlp.distinct(tokens) / mlp.count, self.matrices
         rows = tokens * mlp.active / mlp.distinct(tokens)
         elements, nbytes = self.elements[2] * share, matrices.experts * share
-        if self.hardware.asynchronous and tokens <= FEW_ROWS:
-            nbytes *= ceil(rows / EXPERT_TILE)
+        if self._in_tiles(mlp, tokens):
+            if tokens <= FEW_ROWS:
+                nbytes *= ceil(rows / EXPERT_TILE)
+            else:
+                tile = expert_tile(ceil(tokens * mlp.active / mlp.count))
+                # On average half of the last tile of each expert has no rows.
+                rows, times = tile, rows / tile + 0.5
+                elements, nbytes = elements * times, nbytes * times
         return self.product(rows, elements, nbytes, matrices.experts_read)
 
     def expert_launches(self, tokens: int) -> int:
@@ -136,12 +140,19 @@ class Costs:
         sparse = [spec.mlp for spec in self.config.layers if spec.mlp.active]
         if not sparse:
             return 0
-        plain, fused = EXPERT_LAUNCHES
+        plain, fused, sorting = EXPERT_LAUNCHES
         share = len(sparse) / len(self.config.layers)
-        if self.hardware.asynchronous and tokens <= FEW_ROWS:
+        if self._in_tiles(sparse[0], tokens):
             # Two products, instead of those of a dense MLP and its activation if there is none.
-            return round(share * (fused + 2 - (0 if sparse[0].shared else 3)))
+            around = fused if tokens <= FEW_ROWS else fused + sorting
+            return round(share * (around + 2 - (0 if sparse[0].shared else 3)))
         return round(share * plain * sparse[0].distinct(tokens))
+
+    def _in_tiles(self, mlp: Experts, tokens: int) -> bool:
+        """Return whether a kernel multiplies by all experts at once. Joined blocks have none."""
+        joined = tokens > FEW_ROWS and self.matrices.experts_read is Read.SPLIT_BLOCKS
+        tiled = in_tiles(tokens, mlp.active, mlp.count)
+        return self.hardware.asynchronous and tiled and not joined
 
     def attend(
         self,
@@ -226,7 +237,7 @@ class Costs:
             return 0.0
         hardware = self.hardware
         decoding = shape.numbers * hardware.decode_seconds_per_number
-        decoding += self._integers(shape.numbers * DECODE_OPERATIONS)
+        decoding += integer_seconds(hardware, shape.numbers * DECODE_OPERATIONS)
         piece = self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 1, recorded=recorded)
         return max(decoding, piece) if hardware.asynchronous else decoding + piece
 
@@ -322,38 +333,14 @@ class Costs:
         work = nbytes / self.hardware.memory_bytes_per_second
         return max(work, kernels * SMALL_KERNEL_SECONDS) if self.hardware.asynchronous else work
 
-    def _integers(self, operations: float) -> float:
-        """Return the seconds of integer operations, or 0 if their rate is unknown."""
-        rate = self.hardware.integer_ops_per_second
-        return operations / rate if rate else 0.0
-
     def product(self, tokens: float, elements: float, nbytes: float, read: Read) -> float:
         """Return the seconds of a product of a matrix with `tokens` rows.
 
         elements, nbytes: size of the matrix
         """
-        hardware, dense = self.hardware, elements * self.dtype.itemsize
-        if hardware.asynchronous and read is Read.SPLIT_BF16 and tokens > FEW_ROWS:
-            decoding = (nbytes + dense) / hardware.memory_bytes_per_second
-            decoding = max(decoding, self._integers(elements * DECODE_OPERATIONS))
-            return decoding + self.product(tokens, elements, dense, Read.AS_STORED)
-        if hardware.asynchronous and read is Read.SPLIT_BLOCKS:
-            # Joined blocks take as many bytes.
-            joining = 2 * nbytes / hardware.memory_bytes_per_second
-            joining = max(joining, self._integers(elements * DECODE_OPERATIONS))
-            return joining + self.product(tokens, elements, nbytes, Read.BLOCKS)
-        if hardware.asynchronous and (counted := OPERATIONS.get(read)):
-            each = next((most for rows, most in counted if tokens <= rows), counted[-1][1])
-            decoding = self._integers(each * elements)
-            return max(decoding, self.product(tokens, elements, nbytes, Read.AS_STORED))
-        decodes = self.matrices.decoded and not hardware.multiplies_stored
-        decoding = elements * hardware.decode_seconds_per_number if decodes else 0.0
-        if hardware.product_seconds_per_byte:
-            return decoding + dense * _between(hardware.product_seconds_per_byte, tokens)
-        return decoding + max(
-            nbytes / hardware.memory_bytes_per_second,
-            2.0 * tokens * elements / hardware.flops_per_second,
-        )
+        decodes = self.matrices.decoded and not self.hardware.multiplies_stored
+        work = Product(elements, nbytes, self.dtype.itemsize, read, decodes)
+        return work.seconds(self.hardware, tokens)
 
     def launched(self, work: float, launches: int, recorded: bool = False) -> float:
         """Return the seconds of work in a number of launches, given those of the work."""
@@ -389,12 +376,3 @@ class Costs:
 def _token_bytes(mixer: Attention, dtype: ElementType) -> int:
     """Return the bytes of one token's keys and values in a layer."""
     return mixer.kept * dtype.itemsize
-
-
-def _between(measured: Sequence[tuple[int, float]], rows: float) -> float:
-    """Interpolate measurements linearly; beyond the last one, extrapolate in proportion to rows."""
-    for (low, before), (high, after) in pairwise(measured):
-        if rows <= high:
-            return before + (after - before) * (max(rows, low) - low) / (high - low)
-    most, last = measured[-1]
-    return last * rows / most
