@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Any, Protocol, TypeVar
@@ -17,6 +17,22 @@ from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """What the layers of one forward have beside hidden states.
+
+    embedded: embeddings of the tokens, [rows, hidden] on the device
+    inputs: returns what a layer takes of the tokens of some rows, from the first to the one after
+        the last, [rows, width] on any device
+    lent: keys and values that other layers take, not rotated, [rows, 2 kv_heads, head_dim]; by
+        whether the layers have a window, and by the first of the rows
+    """
+
+    embedded: torch.Tensor | None = None
+    inputs: Callable[[int, int, int], torch.Tensor] | None = None
+    lent: dict[tuple[bool, int], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +55,7 @@ class ForwardBatch:
         at the beginning of a text
     index_rotation: returns cosines and sines of positions for an index of keys, which the model
         adds
+    carried: what the model adds too, if its layers have more than hidden states
     """
 
     tokens: torch.Tensor
@@ -52,6 +69,7 @@ class ForwardBatch:
     lines: torch.Tensor | None = None
     before: tuple[tuple[int, ...], ...] = ()
     index_rotation: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    carried: Carried | None = None
 
     @classmethod
     def text(

@@ -63,7 +63,8 @@ class RandomAssistant:
             "num_attention_heads": made.heads,
             "layer_types": list(made.kinds),
             "num_kv_shared_layers": len(made.kinds),
-            "vocab_size_per_layer_input": 0,
+            **{"vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0},
+            "use_double_wide_mlp": False,
             "tie_word_embeddings": True,
             "per_layer_config": {
                 str(index): own for index, kind in enumerate(made.kinds) if kind == FULL

@@ -124,6 +124,9 @@ def _describe_sizes(
     if architecture == "nemotron_h_moe":
         kinds = config.layer_types
         writer.add_feed_forward_length([width if kind in ("mlp", "moe") else 0 for kind in kinds])
+    elif getattr(config, "use_double_wide_mlp", False):
+        wide = config.num_kv_shared_layers
+        writer.add_feed_forward_length([width] * (_blocks(config) - wide) + [2 * width] * wide)
     elif width:
         writer.add_feed_forward_length(width)
     describe_experts(writer, config)
@@ -322,10 +325,10 @@ def _blocks(config: object) -> int:
     return getattr(config, "num_hidden_layers", None) or len(config.layer_types)
 
 
-def describe_gemma4(writer: gguf.GGUFWriter, config: object, shared: int = 0) -> None:
+def describe_gemma4(writer: gguf.GGUFWriter, config: object, shared: int | None = None) -> None:
     """Adds the heads of Gemma 4, whose full layers have others.
 
-    shared: number of layers that share keys
+    shared: number of layers that share keys, if it is not that of the config
     """
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
     full = full_layers(config)
@@ -334,8 +337,8 @@ def describe_gemma4(writer: gguf.GGUFWriter, config: object, shared: int = 0) ->
     writer.add_value_length(full.head_dim)
     writer.add_key_length_swa(layers[0].head_dim)
     writer.add_value_length_swa(layers[0].head_dim)
-    writer.add_shared_kv_layers(shared)
-    writer.add_embedding_length_per_layer_input(0)
+    writer.add_shared_kv_layers(config.num_kv_shared_layers if shared is None else shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input or 0)
     writer.add_final_logit_softcapping(config.final_logit_softcapping)
     writer.add_rope_dimension_count_swa(layers[0].head_dim)
 

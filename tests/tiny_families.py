@@ -6,6 +6,7 @@ from tiny_parts import (
     AFMOE,
     DOTS1,
     GEMMA4,
+    GEMMA4_SMALL,
     GRANITE4,
     LAGUNA,
     LATENT,
@@ -190,6 +191,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     # Full layers with more and fewer heads than the others, whose values are their keys.
     "gemma4": ("Gemma4", {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
     "gemma4-unified": ("Gemma4Unified", GEMMA4),
+    "gemma4-small": ("Gemma4", GEMMA4_SMALL),
     "gemma4-moe": (
         "Gemma4",
         {

@@ -53,6 +53,16 @@ GEMMA4 = {
         },
     },
 }
+# The last layers take keys and values of others, and all take numbers of their token.
+GEMMA4_SMALL = {
+    **GEMMA4,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", *SLIDING, "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB,
+}
 QWEN3_5 = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],

@@ -54,6 +54,7 @@ METHODS = [
     *product(("mistral-windows", "gemma2"), ("autoregressive", "model", "retrieval")),
     # Models whose layers have different heads, or a state, do not draft.
     *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "retrieval")),
+    *product(("gemma4-small",), ("autoregressive", "retrieval")),
     *product(("granite4-h", "nemotron_h-moe"), ("autoregressive", "ngram", "retrieval")),
     *product(("glm4_lite-moe",), ("autoregressive", "ngram", "model", "retrieval")),
     *product(("deepseek_v3-moe",), ("autoregressive", "retrieval")),

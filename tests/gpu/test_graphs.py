@@ -20,6 +20,7 @@ DEVICE = torch.device("cuda:0")
 
 
 FAMILIES = ("llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope", "exaone4-windows")
+FAMILIES += ("gemma4-small",)
 DRAFTS = list(product(("ngram", "none", "{model}"), ("off", 12)))
 
 
@@ -56,7 +57,7 @@ PASSES = {
 @pytest.mark.first
 @pytest.mark.usefixtures("recorded_passes")
 @pytest.mark.parametrize("kv", ["dense", "split"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "gemma4-small"])
 @pytest.mark.parametrize("draft", list(PASSES))
 def test_recorded_passes_change_no_text(tiny, draft: str, family: str, kv: str) -> None:
     """Of models that are all on the device, while blocks fill."""

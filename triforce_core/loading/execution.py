@@ -305,7 +305,8 @@ class Execution:
             embedding = layout.views(arena.bytes)["embedding"]
             checkpoint.read("embedding", embedding)
         if not checkpoint.config.streams:
-            return Ends(embedding, tensors["norm"], tensors["head"])
+            table = checkpoint.token_table()
+            return Ends(embedding, tensors["norm"], tensors["head"], token_inputs=table)
         mean = tensors["last_mix_down"], tensors["last_mix_up"]
         norm, table = tensors["last_mix_norm"], checkpoint.ngram_table()
         return Ends(embedding, norm, tensors["head"], mean, table)

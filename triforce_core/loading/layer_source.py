@@ -10,6 +10,7 @@ import torch
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.parts.ngrams import NGramTable
+from triforce_core.model.parts.token_inputs import TokenTable
 from triforce_core.model.sharing.share import Share
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.linear import Weight
@@ -42,6 +43,8 @@ class Readable(Protocol):
     def rope_factors(self) -> torch.Tensor | None: ...
 
     def ngram_table(self) -> NGramTable | None: ...
+
+    def token_table(self) -> TokenTable | None: ...
 
     def shared(self, share: Share) -> Readable: ...
 

@@ -144,7 +144,7 @@ def _load(
             )
 
         chosen, drafter = _with_drafter(resolved, drafter, config, ranks)
-        if chosen.memory.weights_file_bytes or checkpoint.config.ngrams:
+        if chosen.memory.weights_file_bytes or checkpoint.config.looks_up:
             # The files stay open as long as the models.
             checkpoint = checkpoint.reopened()
             stack.callback(checkpoint.close)

@@ -12,7 +12,7 @@ from enum import Enum
 from triforce_core.model.feed_forward import MLP, Described, Shapes
 from triforce_core.model.heads.joins import Join
 from triforce_core.model.parts.recurrent import DeltaNet, Mamba2, ShortConv
-from triforce_core.model.parts.specs import Indexer, Keeps, NGrams, Streams
+from triforce_core.model.parts.specs import Indexer, Keeps, NGrams, Streams, TokenInputs
 from triforce_offload.errors import CheckpointError
 
 _MAX_HEAD_DIM = 1024
@@ -49,8 +49,8 @@ class Attention(Described):
     value_norm: whether values are normalised, by a norm without weights
     projects_values: whether values have a projection of their own; else they are the keys as
         projected
-    projects_keys: whether there are keys and values; else they are those of a layer of another
-        model
+    projects_keys: whether there are keys and values; else they are those of another layer, or of a
+        layer of another model
     output_gate: whether the output is multiplied by the sigmoid of a gate, which is projected with
         the queries: in "qkv" the gate of each head follows its query
     head_gate: by which function of a number the output of each head is multiplied, None for none;
@@ -59,13 +59,15 @@ class Attention(Described):
     score_cap: scores x become score_cap * tanh(x / score_cap); None for no cap
     index: by which a token chooses what it attends to; None if it attends to all. In "qkv" its rows
         come last
+    lends_keys: whether later layers that see as much take its keys and values for their own
+    borrows_keys: whether it is one of these. Caches keep them once more for it
     """
 
     _NEWER = frozenset(
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
             *("value_norm", "projects_values", "output_gate", "head_gate", "sinks", "score_cap"),
-            *("index", "projects_keys"),
+            *("index", "projects_keys", "lends_keys", "borrows_keys"),
         }
     )
 
@@ -88,6 +90,8 @@ class Attention(Described):
     sinks: bool = False
     score_cap: float | None = None
     index: Indexer | None = None
+    lends_keys: bool = False
+    borrows_keys: bool = False
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -247,10 +251,14 @@ class LayerSpec(Described):
     joins: how it joins tokens with hidden states of another model, if the layer is a head
     streams: the residual streams, if there are several, in place of norms
     ngrams: embeddings that are added before the mixer, or None
+    token_inputs: what is added of its token after the MLP, or None
     """
 
     _NEWER = frozenset(
-        {"norms", "residual_scale", "parallel", "output_scale", "joins", "streams", "ngrams"}
+        {
+            *("norms", "residual_scale", "parallel", "output_scale", "joins", "streams", "ngrams"),
+            "token_inputs",
+        }
     )
 
     mixer: Mixer
@@ -262,6 +270,7 @@ class LayerSpec(Described):
     joins: Join | None = None
     streams: Streams | None = None
     ngrams: NGrams | None = None
+    token_inputs: TokenInputs | None = None
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
@@ -283,6 +292,7 @@ class LayerSpec(Described):
             **around["mlp"],
             **self.mlp.shapes(hidden),
             "mlp_norm": after if self.mlp.width else None,
+            **(self.token_inputs.shapes(hidden) if self.token_inputs else {}),
             "output_scale": (1,) if self.output_scale else None,
         }
         found = {name: shape for name, shape in shapes.items() if shape is not None}

@@ -20,12 +20,13 @@ from triforce_core.model.norms import Norm
 from triforce_core.model.parts.layers_of_streams import LayersOfStreams
 from triforce_core.model.parts.ngrams import NGramTable
 from triforce_core.model.parts.streams import gated_mean, normed_streams
+from triforce_core.model.parts.token_inputs import TokenRows, TokenTable, add_token_inputs
 from triforce_core.model.rope import Rope
 from triforce_kernels.dispatch import HOST, TRITON, backend
 from triforce_kernels.elementwise import tanh
 from triforce_kernels.same_bits import same_bits
 from triforce_kernels.weights.linear import Weight, linear, lookup
-from triforce_offload.forward_batch import Cache, ForwardBatch
+from triforce_offload.forward_batch import Cache, Carried, ForwardBatch
 from triforce_offload.link.waiting import come
 from triforce_offload.ranks import Alone, Ranks
 from triforce_offload.weights.layouts import Views
@@ -42,6 +43,7 @@ class Ends:
     mean: matrices of the gated mean of residual streams, which narrow and widen; None if there is
         one stream
     ngrams: the table of n-gram embeddings, or None
+    token_inputs: the table of what layers take of tokens, or None
     first: token of the first row, if ranks share the vocabulary
     widths: number of rows of each rank
     """
@@ -51,6 +53,7 @@ class Ends:
     head: Weight
     mean: tuple[Weight, Weight] | None = None
     ngrams: NGramTable | None = None
+    token_inputs: TokenTable | None = None
     first: int = 0
     widths: Sequence[int] = ()
 
@@ -123,9 +126,10 @@ class Model:
     @property
     def embeds_apart(self) -> bool:
         """Whether a recorded forward takes embeddings instead of tokens: the host looks them up, or
-        ranks do, of which each may have its part in host memory.
+        what layers take of tokens, or ranks do, of which each may have its part in host memory.
         """
-        return self.ranks.count > 1 or self.ends.embedding.device != self.device
+        on_host = self.ends.embedding.device != self.device or self.config.token_inputs
+        return self.ranks.count > 1 or bool(on_host)
 
     def forward(
         self,
@@ -147,7 +151,7 @@ class Model:
         taps: takes copies of what a drafter takes
         """
         with same_bits(self._same_bits):
-            hidden = self.embed(batch.tokens) if embedded is None else embedded
+            hidden, batch = self._carrying(batch, embedded)
             if self.config.streams:
                 hidden = hidden.repeat(1, self.config.streams.count)
             return self._forward(hidden, batch, weights, cache, chunk, each_layer, taps)
@@ -190,6 +194,16 @@ class Model:
         return here.take(hidden)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings, scaled, and what layers take of tokens, if they do: [tokens,
+        embedded_width].
+        """
+        hidden = self._embedded(tokens)
+        if self.config.token_inputs is None:
+            return hidden
+        rows = self.ends.token_inputs.looked_up(tokens, hidden.dtype)
+        return torch.cat((hidden, rows.all().to(hidden.device)), 1)
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [tokens, hidden], scaled."""
         hidden = self._looked_up(tokens)
         return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
@@ -212,8 +226,8 @@ class Model:
 
     @property
     def embedded_width(self) -> int:
-        """Numbers of a token's embedding."""
-        return self.config.hidden
+        """Numbers of a token that `embed` returns."""
+        return self.config.hidden + self.config.token_columns
 
     @property
     def state_width(self) -> int:
@@ -243,6 +257,28 @@ class Model:
         if (cap := self.config.logit_cap) is not None:
             part = tanh(part.div_(cap)).mul_(cap)
         return self.ranks.gather(part, ends.widths)
+
+    def _carrying(
+        self, batch: ForwardBatch, embedded: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ForwardBatch]:
+        """Return the embeddings of a batch, [rows, hidden], and the batch with what layers have
+        beside hidden states.
+
+        embedded: what `embed` returned; None to look it up
+        """
+        config, table = self.config, self.ends.token_inputs
+        if config.token_inputs is None:
+            hidden = self.embed(batch.tokens) if embedded is None else embedded
+            return hidden, replace(batch, carried=Carried()) if config.borrowing_layers else batch
+        if embedded is None:
+            # A prompt's rows stay on the host until their layer takes them.
+            hidden = self._embedded(batch.tokens)
+            rows = table.looked_up(batch.tokens, hidden.dtype)
+        else:
+            hidden, whole = embedded.split((config.hidden, config.token_columns), 1)
+            rows = TokenRows(whole, config.token_inputs.width)
+        # Layers add to the hidden states in place.
+        return hidden.clone(), replace(batch, carried=Carried(hidden, rows.of))
 
     def _rotated(
         self, batch: ForwardBatch, hidden: torch.Tensor
@@ -299,7 +335,14 @@ class Model:
             mixer = self._mixers[index]
             # No temporary has a name here, which would keep it longer than it is needed.
             self._add(index, w, hidden, mixer(w, self._projected(index, w, mixes), cache, batch))
-        if self.config.layers[index].output_scale:
+        spec = self.config.layers[index]
+        if spec.token_inputs:
+            inputs = batch.carried.inputs(index, batch.first, batch.end)
+            embedded = batch.carried.embedded[batch.first : batch.end]
+            # The processor may compute the layer.
+            given = (moved(each, hidden.device).to(hidden.dtype) for each in (embedded, inputs))
+            add_token_inputs(w, self._norm, hidden, *given)
+        if spec.output_scale:
             hidden *= w["output_scale"]
 
     def _projected(self, index: int, w: Views, hidden: torch.Tensor) -> torch.Tensor:

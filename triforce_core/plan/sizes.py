@@ -31,6 +31,7 @@ from triforce_core.plan.levels import (
 )
 from triforce_core.plan.machine import Device
 from triforce_core.plan.temporaries.drafter_bytes import drafter_bytes
+from triforce_core.plan.temporaries.parts_bytes import looked_up_bytes
 from triforce_core.plan.temporaries.product_bytes import Products, groups_bytes
 from triforce_core.plan.temporaries.workspace import (
     GRAPH_LIBRARY_BYTES,
@@ -175,6 +176,7 @@ class ModelSizes:
             )
             + self._product_bytes(prefill_rows)
             + self._divided_bytes(prefill_rows)
+            + self._looked_up_bytes
             + coding_bytes(shape),
             pass_workspace_bytes=pass_workspace_bytes(
                 config,
@@ -268,6 +270,13 @@ class ModelSizes:
         whole = min(tokens, WHOLE_ROWS * attention.kv_heads // attention.heads)
         splits = self.device.splits(attention.kv_heads)
         return PARTS_BYTES + running_bytes(self.config, whole, splits)
+
+    @property
+    def _looked_up_bytes(self) -> int:
+        """Bytes of what layers take of a prompt's tokens, if the host that has it is the device."""
+        if self.device.gpu:
+            return 0
+        return looked_up_bytes(self.config, self.max_context, self.dtype.itemsize)
 
     def _by_host(self, rows: int) -> bool:
         """Whether compiled kernels multiply so many rows by weights in any format."""

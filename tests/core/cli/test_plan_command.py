@@ -166,7 +166,6 @@ def test_hub_ids_are_known_by_their_names(capsys) -> None:
         assert figures(capsys, model, *options)["plan"] == figures(capsys, mix, *options)["plan"]
     for model, family in (
         ("google/gemma-3n-e4b-it", "Gemma 3n"),
-        ("google/gemma-4-E4B-it", "Gemma 4 E2B and E4B"),
         ("zai-org/GLM-5", "GLM-5"),
         ("deepseek-ai/DeepSeek-V3.2", "DeepSeek-V3.2, V4 and those that read images"),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", "models with experts that read images"),

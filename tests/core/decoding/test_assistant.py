@@ -36,7 +36,7 @@ from triforce_core.decoding.drafters.assistant import AssistantDrafter
 from triforce_core.model.heads import joins
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
-FAMILIES = ("gemma4", "gemma4-unified", "gemma4-moe")
+FAMILIES = ("gemma4", "gemma4-unified", "gemma4-moe", "gemma4-small")
 
 
 @pytest.fixture

@@ -219,9 +219,7 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
     names |= {"partial_rotary_factor", "original_max_position_embeddings", "text_config"}
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "llama_4_scaling_beta": 0.1}
     read, refused, own = 0, 0, {"model_type": family}
-    # By default these have what is not supported.
-    if family == "gemma4_text":
-        own["hidden_size_per_layer_input"] = 0
+    # By default it has what is not supported.
     if family == "lfm2_moe":
         own["layer_types"] = ["conv", "full_attention"] * (CONFIG["num_hidden_layers"] // 2)
     if family == "dots1":

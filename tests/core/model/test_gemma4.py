@@ -50,6 +50,20 @@ def test_a_published_config() -> None:
     assert from_hf(around, {}).layers == config.layers
 
 
+def test_published_configs_of_the_small_models() -> None:
+    config = from_hf(RECENT["gemma4-e2b"], {})
+    assert config.borrowing_layers == tuple(range(15, 35))
+    lending = [i for i, spec in enumerate(config.layers) if spec.mixer.lends_keys]
+    assert lending == [13, 14]
+    assert [config.layers[i].mixer.window for i in lending] == [512, None]
+    assert [config.layers[i].mlp.width for i in (14, 15)] == [6144, 12288]
+    assert (config.kv_layers, config.token_columns) == (tuple(range(4, 35, 5)), 35 * 256)
+    assert config.layers[34].mixer.shapes(1536)["qkv"] == (8 * 512, 1536)
+    larger = from_hf(RECENT["gemma4-e4b"], {})
+    assert larger.borrowing_layers == tuple(range(24, 42))
+    assert {spec.mlp.width for spec in larger.layers} == {10240}
+
+
 def test_configs_of_both_versions_say_the_same() -> None:
     layer = {"head_dim": 512, "num_key_value_heads": 4}
     newer = PUBLISHED | {"per_layer_config": {str(index): layer for index in FULL}}
@@ -60,9 +74,14 @@ def test_configs_of_both_versions_say_the_same() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
-        ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
-        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers"),
+        ({"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
+        (
+            {"hidden_size_per_layer_input": 256, "hidden_activation": "silu"},
+            "hidden_size_per_layer_input .* 'gelu_pytorch_tanh' alone",
+        ),
+        ({"num_kv_shared_layers": 55}, "leaves no layer of each kind"),
+        ({"num_kv_shared_layers": 61}, "leaves no layer of each kind"),
+        ({"num_kv_shared_layers": 5, "use_double_wide_mlp": 1}, "use_double_wide_mlp"),
         ({"enable_moe_block": True}, "num_experts"),
         ({"num_experts": 128}, "num_experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
@@ -111,7 +130,7 @@ def test_a_drafter_whose_layers_differ_is_refused(tiny) -> None:
         Engine.from_pretrained(path, device="cpu", draft=path)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4-unified"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-unified", "gemma4-small"])
 def test_a_gguf_file_is_the_model(tmp_path: Path, family: str) -> None:
     model, prompt = make_model(family, tmp_path), random_ids(60)
     write_gguf(model, tmp_path / "m.gguf")

@@ -54,6 +54,8 @@ RANKED += ("gpt-oss-moe", "gemma4-moe", "deepseek_v2-moe", "deepseek_v3-moe", "g
 RANKED += ("mistral4-moe", "mellum-moe", "hyperclovax")
 # Gates of columns that are stored apart, and of heads.
 RANKED += ("afmoe-moe", "lfm3")
+# Every rank computes what layers take of tokens.
+RANKED += ("gemma4-small",)
 
 
 def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:

@@ -32,6 +32,7 @@ SMALL_WINDOWED = ("gemma3-270m",)
 LATEST = ("gemma4-12b",)
 OF_NOVEMBER = ("lfm3-1.7b", "cwm-32b", "iquest-coder-40b")
 LATEST_SPARSE = ("qwen3-next-80b-a3b", "minimax-m2", "laguna-xs-2.1", "lfm2-8b-a1b")
+SMALL_OF_NOVEMBER = ("gemma4-e2b", "gemma4-e4b")
 SPARSE_OF_NOVEMBER = ("solar-open-100b", "mellum2-12b-a2.5b")
 _STREAMED = ("qwen3.8-27b:FP8", "qwen2.5-32b:FP8", "qwen2.5-32b:Q8_0", "qwen2.5-32b:Q6_K")
 _SHARED = {"llama3.1-70b:Q4_K_M": "8192", "gpt-oss-120b": "8192", "llama2-7b-128k": "131072"}
@@ -54,11 +55,12 @@ def cases() -> list[list[str]]:
     """
     every = []
     others = (*NEWER, *WINDOWED, *RECURRENT, *SPARSE, *LATEST, *SMALL_WINDOWED, *OF_NOVEMBER)
+    others += SMALL_OF_NOVEMBER
     first = [name for name in SHAPES if name not in others]
     sparse = [name for name in SPARSE if name not in (*LATEST_SPARSE, *SPARSE_OF_NOVEMBER)]
     later = ((40, NEWER), (30, WINDOWED), (20, RECURRENT), (25, sparse), (3, LATEST))
     later += ((9, LATEST_SPARSE), (1, SMALL_WINDOWED))
-    later += ((8, OF_NOVEMBER), (5, SPARSE_OF_NOVEMBER))
+    later += ((8, OF_NOVEMBER), (5, SPARSE_OF_NOVEMBER), (6, SMALL_OF_NOVEMBER))
     for count, names in ((COUNT, first), *later):
         draw = random.Random(33)
         some = [[name, "--gpu", "rtx4090"] for name in names]

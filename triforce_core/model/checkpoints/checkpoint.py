@@ -13,6 +13,7 @@ from triforce_core.model.checkpoints.beside import (
     LAYER_PREFIXES,
     OF_LAYERS,
     UNUSED,
+    of_borrowers,
     of_drafts,
     text_alone,
 )
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     import torch
 
     from triforce_core.model.parts.ngrams import NGramTable
+    from triforce_core.model.parts.token_inputs import TokenTable
     from triforce_kernels.weights.block_types import BlockType
     from triforce_kernels.weights.linear import Weight
 
@@ -71,12 +73,12 @@ class Checkpoint:
         rope_factors: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         *,
-        of_drafts: tuple[str, ...] = (),
+        unused: tuple[str, ...] = (),
         checked: bool = True,
     ) -> None:
         """rope_factors: name of the tensor of rope factors, if there is one
         metadata: metadata of a GGUF file, which contains the tokenizer
-        of_drafts: with what the names of tensors begin that only draft, which are not used
+        unused: with what the names of tensors begin that the model does not use
         checked: whether to raise the first fault
         """
         self.path = path
@@ -85,7 +87,7 @@ class Checkpoint:
         self._source = source
         self._names = names
         self._rope_factors = rope_factors
-        self._of_drafts = of_drafts
+        self._unused = unused
         self._share: Share | None = None
         try:
             for fault in self.faults() if checked else ():
@@ -147,6 +149,17 @@ class Checkpoint:
         """
         spec = self.config.ngrams
         return spec and table_of(self._source, spec, self._tables)
+
+    def token_table(self) -> TokenTable | None:
+        """Return the table of what layers take of tokens, which is read while the checkpoint is
+        open; None without one.
+        """
+        from triforce_core.model.parts.token_inputs import TokenTable
+
+        if (inputs := self.config.token_inputs) is None:
+            return None
+        (piece,) = self._names("token_table")
+        return TokenTable(inputs.width, self._source.rows(piece.name))
 
     @property
     def _tables(self) -> list[str]:
@@ -260,7 +273,7 @@ class Checkpoint:
             for name in held - expected.keys()
             if name.startswith(OF_LAYERS)
             and not name.endswith(UNUSED)
-            and not name.startswith(self._of_drafts)
+            and not name.startswith(self._unused)
             and name not in tables
             and not self._source.without_effect(name)
         )
@@ -293,6 +306,8 @@ class Checkpoint:
             "embedding": (config.vocab, config.hidden),
             **config.last_shapes,
         }
+        if config.token_inputs:
+            shapes["token_table"] = (config.vocab, config.token_columns)
         if not config.tied:
             shapes["head"] = (config.vocab, config.hidden)
         for layer, spec in enumerate(config.layers):
@@ -343,7 +358,8 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         names = hf_names(config, source.names())
         further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
         drafts = of_drafts(config, further, LAYER_PREFIXES)
-        return Checkpoint(path, config, source, names, of_drafts=drafts, checked=checked)
+        drafts += of_borrowers(config)
+        return Checkpoint(path, config, source, names, unused=drafts, checked=checked)
     if not is_gguf(path):
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
     # Imported here, because only GGUF files need the package.
@@ -366,7 +382,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         names,
         factors,
         source.metadata,
-        of_drafts=drafts,
+        unused=drafts + of_borrowers(config),
         checked=checked,
     )
 

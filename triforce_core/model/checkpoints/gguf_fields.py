@@ -62,8 +62,8 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """
     where, own = fields.source, dict(fields.raw)
     slides = list(map(bool, getattr(own.get("attention.sliding_window_pattern"), "values", [])))
-    each = of_layers(fields, "attention.head_count_kv", len(slides))
-    if True not in slides or False not in slides or len(each) != len(slides):
+    heads = of_layers(fields, "attention.head_count_kv", len(slides))
+    if True not in slides or False not in slides or len(heads) != len(slides):
         raise CheckpointError(
             f"{where}: attention.sliding_window_pattern and attention.head_count_kv must give "
             "windows and numbers of heads by layer"
@@ -74,7 +74,7 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     more = {
         **_GEMMA,
         "per_layer_config": {
-            str(layer): {"head_dim": head_dim, "num_key_value_heads": each[layer]}
+            str(layer): {"head_dim": head_dim, "num_key_value_heads": heads[layer]}
             for layer, has_window in enumerate(slides)
             if not has_window
         },
@@ -83,14 +83,18 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
         "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
         "enable_moe_block": bool(own.get("expert_count")),
     }
-    widths = set(of_layers(fields, "feed_forward_length", len(slides)))
+    each = list(of_layers(fields, "feed_forward_length", len(slides)))
+    sharing = more["num_kv_shared_layers"] or 0
+    if sharing and each == [each[0]] * (len(slides) - sharing) + [2 * each[0]] * sharing:
+        each, more["use_double_wide_mlp"] = each[:1], True
+    widths = set(each)
     if len(widths) > 1:
         raise UnsupportedModelError(
             f"{where}: feed_forward_length of {min(widths)} to {max(widths)} by layer is not "
             "supported"
         )
     own["feed_forward_length"] = widths.pop()
-    own["attention.head_count_kv"] = each[slides.index(True)]
+    own["attention.head_count_kv"] = heads[slides.index(True)]
     for name in ("attention.key_length", "attention.value_length"):
         own[name] = own.get(f"{name}_swa", own.get(name))
     return Fields(own, where), more

@@ -9,8 +9,9 @@ from typing import Any
 from triforce_core.model.families.family import Family, Layers, activation, layer, with_windows
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import windows
-from triforce_core.model.feed_forward import ExpertsBeside
+from triforce_core.model.feed_forward import Activation, ExpertsBeside
 from triforce_core.model.layers import LayerSpec, NormKind, Norms
+from triforce_core.model.parts.specs import TokenInputs
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 
@@ -56,11 +57,9 @@ def _common(fields: Fields) -> dict[str, Any]:
 
 def _gemma4(fields: Fields, count: int) -> Layers:
     """Layers without a window have heads of another size and number, and may have no values of
-    their own. Raises UnsupportedModelError for what the small models have.
+    their own. In the small models (E2B, E4B) the last layers have neither keys nor values, and all
+    take numbers of their token.
     """
-    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if value := fields.get(name):
-            raise UnsupportedModelError(f"{fields.source}: {name} ({value!r}) is not supported")
     if fields.get("use_bidirectional_attention") not in (None, "vision"):
         raise UnsupportedModelError(
             f"{fields.source}: use_bidirectional_attention "
@@ -72,7 +71,33 @@ def _gemma4(fields: Fields, count: int) -> Layers:
         raise UnsupportedModelError(f"{fields.source}: a window in the last layer is not supported")
     full = _full_layers(fields, [index for index, window in enumerate(found) if window is None])
     kinds = {window: _gemma4_layer(fields, window, full) for window in dict.fromkeys(found)}
-    return tuple(kinds[window] for window in found)
+    return _with_shared_keys(fields, [kinds[window] for window in found])
+
+
+def _with_shared_keys(fields: Fields, layers: list[LayerSpec]) -> Layers:
+    """Return the layers, of which the last ones take the keys and values of the last layer before
+    them that sees as much. Raises CheckpointError.
+    """
+    sharing = fields.whole("num_kv_shared_layers", 0, least=0)
+    own = len(layers) - sharing
+    if not sharing:
+        return tuple(layers)
+    lenders = {spec.mixer.window: index for index, spec in enumerate(layers[: max(own, 0)])}
+    if {spec.mixer.window for spec in layers} - lenders.keys():
+        raise CheckpointError(
+            f"{fields.source}: num_kv_shared_layers ({sharing}) leaves no layer of each kind with "
+            f"keys of its own, of {len(layers)}"
+        )
+    wider = 1 + fields.flag("use_double_wide_mlp", False)
+
+    def shared(index: int, spec: LayerSpec) -> LayerSpec:
+        if index < own:
+            lends = index in lenders.values()
+            return replace(spec, mixer=replace(spec.mixer, lends_keys=lends))
+        mlp = replace(spec.mlp, width=wider * spec.mlp.width)
+        return replace(spec, mixer=replace(spec.mixer, **_BORROWS), mlp=mlp)
+
+    return tuple(shared(index, spec) for index, spec in enumerate(layers))
 
 
 def _gemma4_layer(fields: Fields, window: int | None, full: Mapping[str, Any]) -> LayerSpec:
@@ -89,7 +114,13 @@ def _gemma4_layer(fields: Fields, window: int | None, full: Mapping[str, Any]) -
     )
     if fields.flag("enable_moe_block", False):
         spec = replace(spec, mlp=_experts_beside(fields))
-    return replace(spec, output_scale=True)
+    width = fields.whole("hidden_size_per_layer_input", least=0)
+    if width and activation(fields, "hidden_activation") is not Activation.GELU_TANH:
+        raise UnsupportedModelError(
+            f"{fields.source}: hidden_size_per_layer_input ({width}) is supported with a "
+            "hidden_activation of 'gelu_pytorch_tanh' alone"
+        )
+    return replace(spec, output_scale=True, token_inputs=TokenInputs(width) if width else None)
 
 
 def _experts_beside(fields: Fields) -> ExpertsBeside:
@@ -135,6 +166,11 @@ def _scales(fields: Fields) -> dict[str, float | None]:
     }
 
 
+# Of a layer whose keys and values are another's.
+_BORROWS = {
+    **dict.fromkeys(("projects_keys", "projects_values", "value_norm"), False),
+    "borrows_keys": True,
+}
 # What transformers' configs take for fields that are not there.
 _SAME = {
     "num_attention_heads": 8,

@@ -35,6 +35,8 @@ _MODELS = {
     "google/gemma-3-4b-it": "gemma3-4b",
     "google/gemma-3-12b-it": "gemma3-12b",
     "google/gemma-3-27b-it": "gemma3-27b",
+    "google/gemma-4-E2B-it": "gemma4-e2b",
+    "google/gemma-4-E4B-it": "gemma4-e4b",
     "google/gemma-4-12b-it": "gemma4-12b",
     "google/gemma-4-31b-it": "gemma4-31b",
     "Qwen/Qwen3.8-27B": "qwen3.8-27b",
@@ -98,7 +100,6 @@ _TAGS_OF_TEXTS = ("instruct", "chat", "text", "it")
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
     (r"gemma-?3n", "Gemma 3n"),
-    (r"gemma-?4.*e[24]b", "Gemma 4 E2B and E4B"),
     (r"qwen3-vl-.*-a\d|glm-4[.]\dv|ernie.*-vl", "models with experts that read images"),
     (r"glm-5", "GLM-5"),
     (r"deepseek.*(v3[.]2|v4|ocr|vl)", "DeepSeek-V3.2, V4 and those that read images"),

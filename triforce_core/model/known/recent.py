@@ -31,6 +31,15 @@ _GEMMA3 = {
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     "dtype": "bfloat16",
 }
+# The text part of Gemma 4's small models.
+_GEMMA4_SMALL = GEMMA4 | {
+    "num_attention_heads": 8,
+    "attention_k_eq_v": False,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+}
+_WINDOW, _FULL = "sliding_attention", "full_attention"
 # The text part of Qwen3.5 and its successors, whose other fields have their defaults.
 _QWEN3_5 = {
     "model_type": "qwen3_5_text",
@@ -156,6 +165,26 @@ RECENT: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 16,
         "head_dim": 128,
         "query_pre_attn_scalar": 168,
+    },
+    "gemma4-e2b": _GEMMA4_SMALL
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+        "layer_types": [_FULL if index % 5 == 4 else _WINDOW for index in range(35)],
+    },
+    "gemma4-e4b": _GEMMA4_SMALL
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+        "use_double_wide_mlp": False,
+        "layer_types": [_FULL if index % 6 == 5 else _WINDOW for index in range(42)],
     },
     "gemma4-12b": GEMMA4
     | {

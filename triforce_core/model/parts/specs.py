@@ -1,5 +1,5 @@
 """Specifications of what only some models have beside mixers and MLPs: residual streams, n-gram
-embeddings and an index of keys (Qwen4; Qwen3.8-Flash-Next, 2026).
+embeddings and an index of keys (Qwen4; Qwen3.8-Flash-Next, 2026), and per-layer embeddings.
 """
 
 from __future__ import annotations
@@ -96,6 +96,28 @@ class NGrams:
             "ngram_query_norm": (wide,),
             "ngram_conv_norm": (wide,),
             "ngram_conv": (wide, 1, self.taps),
+        }
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What each layer takes of its token beside the hidden states (per-layer embeddings; Gemma 3n,
+    2025, and Gemma 4): a row of a table, and a projection of the token's embedding. A projection of
+    the hidden states gates them, and what becomes of it is added after the MLP.
+
+    width: numbers of a row in each layer
+    """
+
+    width: int
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shapes of the tensors in a layer; the table is apart."""
+        return {
+            "token_mix": (self.width, hidden),
+            "token_mix_norm": (self.width,),
+            "token_gate": (self.width, hidden),
+            "token_up": (hidden, self.width),
+            "token_norm": (hidden,),
         }
 
 

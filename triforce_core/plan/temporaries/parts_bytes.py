@@ -30,6 +30,26 @@ def streams_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     return max(around, before + tokens * (each + ngrams.columns * 2 * itemsize))
 
 
+def carried_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """Return the bytes of what the layers of a forward have beside hidden states: embeddings, and
+    keys and values that some layers take of others.
+    """
+    lent = sum(
+        spec.mixer.kept
+        for spec in config.layers
+        if isinstance(spec.mixer, Attention) and spec.mixer.lends_keys
+    )
+    return tokens * (lent + (config.hidden if config.token_inputs else 0)) * itemsize
+
+
+def looked_up_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """Return the bytes of what all layers take of tokens, where it is looked up: as stored, as
+    numbers, and once more for each token, or decoded in float32.
+    """
+    different = min(tokens, config.vocab)
+    return different * config.token_columns * (4 + 2 * itemsize)
+
+
 def capped_bytes(mixer: Attention, rows: int, text_tokens: int) -> int:
     """Return the bytes for scores of `rows` rows that have a cap: which keys they see, and of some
     keys at a time the scores, a mask, keys and values, in float32, and what they add up to.

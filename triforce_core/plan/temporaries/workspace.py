@@ -12,8 +12,10 @@ from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_core.plan.temporaries.mlp_bytes import mlp_bytes
 from triforce_core.plan.temporaries.parts_bytes import (
     capped_bytes,
+    carried_bytes,
     chosen_in_pass_bytes,
     chosen_in_prompt_bytes,
+    looked_up_bytes,
     streams_bytes,
 )
 from triforce_kernels.counts import cdiv
@@ -54,6 +56,7 @@ def prompt_bytes(
     keys, sizes = config.attention.kept, [head_dim for _, head_dim in config.rotations]
     # Cosines and sines, of each kind.
     whole = tokens * (config.width + keys + 2 * sum(sizes)) * itemsize
+    whole += carried_bytes(config, tokens, itemsize)
     if by_host:
         # Tokens and positions; elsewhere a layer's temporaries have room for them.
         whole += tokens * 8 * 2
@@ -87,7 +90,8 @@ def forward_bytes(
         text_tokens=text_tokens,
         by_host=by_host,
     )
-    return _layers_bytes(config, tokens, itemsize, mixed, by_host, in_tiles)
+    carried = carried_bytes(config, tokens, itemsize) + looked_up_bytes(config, tokens, itemsize)
+    return carried + _layers_bytes(config, tokens, itemsize, mixed, by_host, in_tiles)
 
 
 def _layers_bytes(
@@ -290,7 +294,9 @@ def graph_bytes(
     """
     temporaries = forward_bytes(config, tokens, itemsize, text_tokens)
     temporaries += running_bytes(config, tokens, splits)
-    return temporaries + 12 * tokens * config.width * itemsize
+    # Of each size, what all layers take of its tokens.
+    inputs = 4 * tokens * config.token_columns * itemsize
+    return temporaries + 12 * tokens * config.width * itemsize + inputs
 
 
 def graph_logits_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triforce_core.model.checkpoints.naming.pieces import Change, Piece, head_order, pieces_of
-from triforce_core.model.parts.specs import Indexer, NGrams, Streams
+from triforce_core.model.parts.specs import Indexer, NGrams, Streams, TokenInputs
+from triforce_offload.checkpoint.source import Corner
 
 if TYPE_CHECKING:
     from triforce_core.model.feed_forward import Shapes
@@ -20,6 +21,8 @@ class PartNames:
         that; and what it is around, by our names
     ngrams: of each tensor of n-gram embeddings in a layer, by ours
     tables: of the table of n-grams, or of its parts in order, with a place for their numbers
+    inputs: of each tensor of what a layer takes of its token, by ours
+    of_inputs: likewise, of tensors with the parts of all layers; and their table
     index: of the index's projections, of queries and of vectors, apart or as one tensor
     index_norms: of the norms of its queries and of its vectors
     """
@@ -28,6 +31,8 @@ class PartNames:
     around: tuple[tuple[str, str], ...]
     ngrams: tuple[tuple[str, str], ...]
     tables: tuple[str, ...]
+    inputs: tuple[tuple[str, str], ...]
+    of_inputs: tuple[tuple[str, str], ...]
     index: tuple[str, ...]
     index_norms: tuple[str, str]
 
@@ -61,6 +66,16 @@ HF_PARTS = PartNames(
         "layers.{layer}.ple.ple_embedding.ngram_embedding.weight",
         "layers.{layer}.ple.ple_embedding.ngram_embedding.shard_{part}.weight",
     ),
+    inputs=(
+        ("token_gate", "per_layer_input_gate.weight"),
+        ("token_up", "per_layer_projection.weight"),
+        ("token_norm", "post_per_layer_input_norm.weight"),
+    ),
+    of_inputs=(
+        ("token_mix", "per_layer_model_projection.weight"),
+        ("token_mix_norm", "per_layer_projection_norm.weight"),
+        ("token_table", "embed_tokens_per_layer.weight"),
+    ),
     index=("self_attn.indexer.index_qk_proj.weight",),
     index_norms=(
         "self_attn.indexer.q_layernorm.weight",
@@ -84,6 +99,16 @@ GGUF_PARTS = PartNames(
         ("ngram_conv", "ple_conv1d.weight"),
     ),
     tables=("per_layer_token_embd.weight",),
+    inputs=(
+        ("token_gate", "inp_gate.weight"),
+        ("token_up", "proj.weight"),
+        ("token_norm", "post_norm.weight"),
+    ),
+    of_inputs=(
+        ("token_mix", "per_layer_model_proj.weight"),
+        ("token_mix_norm", "per_layer_proj_norm.weight"),
+        ("token_table", "per_layer_token_embd.weight"),
+    ),
     index=("indexer.q_proj.weight", "indexer.k_proj.weight"),
     index_norms=("indexer.q_norm.weight", "indexer.k_norm.weight"),
 )
@@ -121,6 +146,26 @@ def ngram_pieces(
         part: [Piece(own[part], shape[0], change=change if len(shape) == 1 else None)]
         for part, shape in ngrams.shapes(hidden).items()
     }
+
+
+def token_pieces(
+    inputs: TokenInputs | None, hidden: int, names: PartNames
+) -> dict[str, list[Piece]]:
+    """Return the pieces of the tensors in a layer of what it takes of its token."""
+    if inputs is None:
+        return {}
+    shapes = inputs.shapes(hidden)
+    return {part: [Piece(name, shapes[part][0])] for part, name in names.inputs}
+
+
+def token_slice(
+    part: str, inputs: TokenInputs, hidden: int, name: str, layer: int, layers: int
+) -> Piece:
+    """Return a layer's part of a tensor that has those of all. name: of the tensor"""
+    if part == "token_mix_norm":
+        return Piece(name, inputs.width)
+    whole = (layers * inputs.width, hidden)
+    return Piece(name, inputs.width, corner=Corner(layer * inputs.width, 0), whole=whole)
 
 
 def index_pieces(
