@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from triforce_core.requests.stream import Completion
+from triforce_core.server.errors import refused
 from triforce_core.server.worker import Job, Worker
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
@@ -44,7 +45,8 @@ class Metrics:
     def served(self, job: Job, result: Completion | BaseException) -> None:
         """Count a job that has ended."""
         if not isinstance(result, Completion):
-            self._requests.labels("failed").inc()
+            status, _ = refused(result)
+            self._requests.labels("failed" if status >= 500 else "refused").inc()
             return
         stats, link = result.stats, result.stats["link"]
         self._requests.labels(result.finish_reason).inc()

@@ -160,3 +160,10 @@ def test_dense_weights_are_suggested_where_they_are_faster(capsys) -> None:
         return json.loads(out)["seconds_per_token"]
 
     assert seconds("--weights", "dense") < 0.9 * seconds()
+
+
+def test_a_slot_that_is_faster_than_the_card_is_named(capsys) -> None:
+    slots = {"pcie5x16": "pcie4x16", "pcie5x8": "pcie4x8", "pcie4x8": None}
+    for slot, reached in slots.items():
+        _, _, err = run(capsys, "plan", *LLAMA, "--gpu", "rtx4090", "--link", slot)
+        assert (f"a slot of {slot} gives it {reached}" in err) == (reached is not None)

@@ -70,12 +70,17 @@ def test_health_metrics_and_the_page(server) -> None:
     status, _, answer = server.ask("GET", "/health")
     assert (status, json.loads(answer)) == (200, {"status": "ok"})
     server.client.completions.create(model="tiny", prompt="Hi", max_tokens=3)
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "response_format": wrong}
+    assert server.ask("POST", CHAT, json.dumps(asked))[0] == 400
     status, _, answer = server.ask("GET", "/metrics")
     assert status == 200
     lines = [line for line in answer.decode().splitlines() if not line.startswith("#")]
     values = dict(line.rsplit(" ", 1) for line in lines)
     assert float(values['triforce_tokens_total{kind="generated"}']) >= 3
     assert float(values['triforce_requests_total{outcome="length"}']) >= 1
+    assert float(values['triforce_requests_total{outcome="refused"}']) == 1
+    assert 'triforce_requests_total{outcome="failed"}' not in values
     status, headers, answer = server.ask("GET", "/")
     assert (status, headers["content-type"].split(";")[0]) == (200, "text/html")
     assert b"<title>triforce</title>" in answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -251,7 +252,11 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
     if args.link:
         if args.link_bandwidth:
             raise UsageError("--link and --link-bandwidth both set the link; give one of them")
-        hardware = with_link(hardware, args.link)
+        slot = with_link(hardware, args.link)
+        if set(args.link.split(",")) != set(slot.link.split(" and ")):
+            card = f"a card for {hardware.link}: a slot of {args.link} gives it {slot.link}"
+            print(f"{hardware.name} is {card}.", file=sys.stderr)
+        hardware = slot
     count = args.gpus or gpus
     if len(hardware.other_links) not in (0, count - 1) and args.link:
         slots = 1 + len(hardware.other_links)
