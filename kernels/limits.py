@@ -91,7 +91,7 @@ def selection_bytes(tokens: int, blocks: int, heads: int, itemsize: int) -> int:
     return max(blocks * max(heads * 4 + 4, 24), tokens * (2 + itemsize) + blocks * 6)
 
 
-def in_tiles(rows: int, active: int, count: int) -> bool:
+def multiplies_in_tiles(rows: int, active: int, count: int) -> bool:
     """Return whether a GPU multiplies `rows` rows, each of which chooses `active` of `count`
     experts, by all experts at once. If an expert has many rows, decoding it for each of its tiles
     takes longer than launching the products of each expert.

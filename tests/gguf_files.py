@@ -60,7 +60,7 @@ _RENAMED = {
 _NAMED_AS = {"laguna": "qwen3", "qwen4exp": "qwen35moe"}
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "granitehybrid", "nemotron_h_moe")
-_PERMUTED += ("mistral3",)
+_PERMUTED += ("mistral3", "arcee")
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|ffn_down_exps|attn_v)\.weight")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from tiny_parts import (
     AFMOE,
     DOTS1,
+    EXAONE_MOE,
     GEMMA4,
     GEMMA4_SMALL,
     GRANITE4,
+    HY_V3,
     LAGUNA,
     LATENT,
     LAYERS,
@@ -51,6 +53,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
+    # MLPs without a gate.
+    "arcee": ("Arcee", {"head_dim": 24}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
     "olmo2": ("Olmo2", {}),
     "exaone4": (
@@ -276,6 +280,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             **MOE,
         },
     ),
+    "exaone_moe-moe": ("ExaoneMoe", EXAONE_MOE),
+    "hy_v3-moe": ("HYV3", HY_V3),
+    "flex_olmo-moe": ("FlexOlmo", {"num_experts": 8, "num_experts_per_tok": 3}),
     "solar_open-moe": ("SolarOpen", SOLAR),
     "dots1-moe": ("Dots1", DOTS1),
     "mellum-moe": ("Mellum", MELLUM),

@@ -204,6 +204,24 @@ SOLAR = {
     "head_dim": 16,
     **MOE,
 }
+EXAONE_MOE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": [*SLIDING, "full_attention"],
+    **MOE,
+}
+HY_V3 = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 1,
+    "router_scaling_factor": 1.5,
+    "head_dim": 16,
+    **MOE,
+}
 DOTS1 = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,

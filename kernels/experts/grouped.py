@@ -80,7 +80,7 @@ def gated_experts(
         if rows <= FEW_ROWS:
             gated_few = implementation("gated_experts", x.device)
             return gated_few(x, experts, chosen, weights, gated)
-        tiled = same_bits.wanted() or limits.in_tiles(*chosen.shape, count)
+        tiled = same_bits.wanted() or limits.multiplies_in_tiles(*chosen.shape, count)
         if tiled and backend(x.device) == TRITON:
             return by_tiles(x, experts, chosen, weights, gated)
     return _one_by_one(x, experts, chosen, weights, gated, come)

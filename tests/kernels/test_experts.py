@@ -20,8 +20,7 @@ from triforce_kernels.experts.grouped import (
 )
 from triforce_kernels.experts.routing import Choice, choose, reference_choose
 from triforce_kernels.layer import swiglu
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile
-from triforce_kernels.limits import in_tiles as in_tiles_of
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, multiplies_in_tiles
 from triforce_kernels.weights.block_types import BLOCK_TYPES
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
@@ -170,9 +169,9 @@ def test_tiles_are_as_long_as_experts_have_rows(each: int, tile: int) -> None:
 
 def test_experts_with_many_rows_are_multiplied_one_by_one() -> None:
     """Of a prompt's 1,024 rows an expert of Mixtral has 256, and one of Qwen3-30B-A3B has 64."""
-    assert in_tiles_of(1024, 8, 128)
-    assert in_tiles_of(FEW_ROWS, 2, 2)
-    assert not in_tiles_of(1024, 2, 8)
+    assert multiplies_in_tiles(1024, 8, 128)
+    assert multiplies_in_tiles(FEW_ROWS, 2, 2)
+    assert not multiplies_in_tiles(1024, 2, 8)
 
 
 def test_many_rows_wait_for_no_choice_where_kernels_multiply_by_tiles(draw, monkeypatch) -> None:

@@ -43,7 +43,13 @@ from triforce_core.plan.temporaries.workspace import (
     running_bytes,
 )
 from triforce_core.settings import EXACT, INT4, OFF, SPLIT, MethodSettings
-from triforce_kernels.limits import ALIGNED_KEYS, FEW_ROWS, PARTS_BYTES, WHOLE_ROWS, in_tiles
+from triforce_kernels.limits import (
+    ALIGNED_KEYS,
+    FEW_ROWS,
+    PARTS_BYTES,
+    WHOLE_ROWS,
+    multiplies_in_tiles,
+)
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import coding_bytes, reader_bytes, rounding_bytes
@@ -287,7 +293,9 @@ class ModelSizes:
         kernels = self.device.gpu and self.device.kernels
         fused = kernels and all(each.multiplies_experts for each in self.weights.experts)
         mlps = [spec.mlp for spec in self.config.distinct_layers if isinstance(spec.mlp, Experts)]
-        tiled = self.same_bits or all(in_tiles(rows, mlp.active, mlp.count) for mlp in mlps)
+        tiled = self.same_bits or all(
+            multiplies_in_tiles(rows, mlp.active, mlp.count) for mlp in mlps
+        )
         return fused and tiled
 
     @property

@@ -39,7 +39,7 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     normed += ("qwen3_5", "lfm2", "lfm2-bias", "qwen3_moe", "qwen3_5_moe", "olmoe", "glm4_moe")
     normed += (
         "lfm2-moe",
-        *("gemma4-moe", "gemma4-small"),
+        *("gemma4-moe", "gemma4-small", "exaone_moe-moe", "hy_v3-moe", "flex_olmo-moe"),
         "qwen3_next-moe",
         "minimax_m2-moe",
         "laguna-moe",

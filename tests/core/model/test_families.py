@@ -141,8 +141,10 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         named["layers_block_type"] = ["linear_attention", "full_attention", "moe"]
     if family.startswith("gemma4"):
         named |= {"sliding_window": 64, "hidden_size_per_layer_input": 0}
-    elif family in ("laguna", "cwm"):
+    elif family in ("laguna", "cwm", "exaone_moe"):
         del named["sliding_window"]
+        if family == "exaone_moe":
+            named["num_key_value_heads"] = 4
     elif family not in (
         *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
         *("lfm2", "qwen3_5_moe_text", "qwen3_moe", "ernie4_5_moe", "glm4_moe", "mixtral"),

@@ -26,7 +26,8 @@ from triforce_offload.errors import CheckpointError, UnsupportedModelError
 PROMPT, NEW = random_ids(60), 24
 GREEDY = SamplingParams(NEW, temperature=0)
 # Families that are read from safetensors only.
-NOT_IN_GGUF = ("solar_open-moe", "dots1-moe", "mellum-moe")
+NOT_IN_GGUF = ("solar_open-moe", "dots1-moe", "mellum-moe", "exaone_moe-moe", "hy_v3-moe")
+NOT_IN_GGUF += ("flex_olmo-moe",)
 
 
 def engine(path: Path, **options: object) -> Engine:

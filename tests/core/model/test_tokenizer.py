@@ -43,7 +43,7 @@ WRITTEN = {
     "qwen4exp": "qwen35",
     **{"olmoe": "olmo", "granitemoe": "refact", "glm4moe": "glm4", "gpt-oss": "gpt-4o"},
     **{"minimax-m2": "minimax-m2", "laguna": "laguna", "afmoe": "afmoe", "granitehybrid": "dbrx"},
-    **{"deepseek2": "deepseek-v3"},
+    **{"deepseek2": "deepseek-v3", "arcee": "llama-bpe"},
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), "pixtral"),
     **dict.fromkeys(("mistral3", "mistral4"), "tekken"),
     **dict.fromkeys(("lfm2", "lfm2moe"), "lfm2"),

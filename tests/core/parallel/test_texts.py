@@ -52,6 +52,7 @@ RANKED += ("qwen3_moe", "qwen2_moe", "glm4_moe", "qwen3_next-moe", "minimax_m2-m
 # One rank adds the biases of outputs; what two norms take is summed before; one vector a token.
 RANKED += ("gpt-oss-moe", "gemma4-moe", "deepseek_v2-moe", "deepseek_v3-moe", "glm4_lite-moe")
 RANKED += ("mistral4-moe", "mellum-moe", "hyperclovax")
+RANKED += ("arcee", "exaone_moe-moe", "hy_v3-moe", "flex_olmo-moe")
 # Gates of columns that are stored apart, and of heads.
 RANKED += ("afmoe-moe", "lfm3")
 # Every rank computes what layers take of tokens.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FAMILIES = {
     name: FAMILIES[name]
     for name in (
-        *("llama", "qwen2", "qwen3", "seed_oss", "smollm3", "olmo2", "exaone4", "granite"),
+        *("llama", "qwen2", "qwen3", "arcee", "seed_oss", "smollm3", "olmo2", "exaone4", "granite"),
         *("glm4", "phi3", "ernie4_5", "cohere2", "lfm2"),
     )
 } | {

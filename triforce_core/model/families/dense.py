@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from triforce_core.model.families.family import Family, Layers, granite_scales, layer, with_windows
+from triforce_core.model.families.family import (
+    Family,
+    Layers,
+    exaone_layers,
+    granite_scales,
+    layer,
+    with_windows,
+)
 from triforce_core.model.families.gemma import GEMMA
 from triforce_core.model.families.latent import LATENT
 from triforce_core.model.families.mamba import MAMBA
@@ -18,6 +25,7 @@ from triforce_core.model.families.reading.windows import windows, windows_if_sho
 from triforce_core.model.families.recurrent import RECURRENT
 from triforce_core.model.families.sigmoid import SIGMOID
 from triforce_core.model.families.sparse import SPARSE
+from triforce_core.model.feed_forward import Activation, DenseMLP
 from triforce_core.model.layers import NormKind, Norms
 from triforce_offload.errors import CheckpointError
 
@@ -25,6 +33,14 @@ from triforce_offload.errors import CheckpointError
 def _llama(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
     return (layer(fields, qkv_bias=bias, output_bias=bias),) * count
+
+
+def _arcee(fields: Fields, count: int) -> Layers:
+    """MLPs have no gate."""
+    fields.only("hidden_act", "relu2")
+    bias = fields.flag("attention_bias", False)
+    mlp = DenseMLP(fields.whole("intermediate_size"), Activation.RELU2)
+    return (layer(fields, mlp=mlp, qkv_bias=bias, output_bias=bias),) * count
 
 
 def _mistral(fields: Fields, count: int) -> Layers:
@@ -95,28 +111,8 @@ def _olmo3(fields: Fields, count: int) -> Layers:
     return with_windows(fields, seen, qkv_bias=bias, output_bias=bias, **norms)
 
 
-def _pattern(fields: Fields) -> int:
-    """Return of how many layers the last one has no window. "LLLG" says the same as 4."""
-    pattern = fields.get("sliding_window_pattern")
-    if isinstance(pattern, str) and pattern:
-        return len(pattern)
-    return fields.whole("sliding_window_pattern", 4)
-
-
 def _exaone4(fields: Fields, count: int) -> Layers:
-    """In models that have windows elsewhere, full-attention layers do not rotate."""
-    rotates_all = fields.get("sliding_window") is None
-    seen = windows(fields, count, lambda layer: (layer + 1) % _pattern(fields) != 0)
-    return tuple(
-        layer(
-            fields,
-            norms=Norms.AFTER,
-            qk_norm=True,
-            rotated=rotates_all or window is not None,
-            window=window,
-        )
-        for window in seen
-    )
+    return exaone_layers(fields, count, Norms.AFTER)
 
 
 def _granite(fields: Fields, count: int) -> Layers:
@@ -247,6 +243,7 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("llama", "Llama", _llama),
+        Family("arcee", "Arcee", _arcee, defaults={"rms_norm_eps": 1e-5}),
         Family("mistral", "Mistral", _mistral, defaults={"sliding_window": 4096}),
         Family("ministral", "Ministral", _ministral, defaults={"sliding_window": 4096}),
         Family("ministral3", "Ministral3", _plain, defaults=_MINISTRAL3),

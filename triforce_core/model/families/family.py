@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triforce_core.model.families.reading.fields import Fields
+from triforce_core.model.families.reading.windows import windows
 from triforce_core.model.feed_forward import MLP, Activation, DenseMLP
 from triforce_core.model.layers import (
     Attention,
@@ -121,11 +122,32 @@ def activation(fields: Fields, name: str) -> Activation:
 
 
 def with_windows(
-    fields: Fields, windows: Sequence[int | None], **same: bool | float | str | Norms | None
+    fields: Fields, seen: Sequence[int | None], **same: bool | float | str | Norms | None
 ) -> Layers:
     """Return layers that differ in their windows alone. same: fields of all, see `layer`"""
-    kinds = {window: layer(fields, window=window, **same) for window in set(windows)}
-    return tuple(kinds[window] for window in windows)
+    kinds = {window: layer(fields, window=window, **same) for window in set(seen)}
+    return tuple(kinds[window] for window in seen)
+
+
+def exaone_layers(fields: Fields, count: int, norms: Norms) -> Layers:
+    """Return the layers of an EXAONE from 4 on. In models that have windows elsewhere,
+    full-attention layers do not rotate.
+    """
+    pattern = fields.get("sliding_window_pattern")
+    # "LLLG" says the same as 4: of so many layers the last one has no window.
+    named = isinstance(pattern, str) and pattern
+    every = len(pattern) if named else fields.whole("sliding_window_pattern", 4)
+    rotates_all = fields.get("sliding_window") is None
+    return tuple(
+        layer(
+            fields,
+            norms=norms,
+            qk_norm=True,
+            rotated=rotates_all or window is not None,
+            window=window,
+        )
+        for window in windows(fields, count, lambda index: (index + 1) % every != 0)
+    )
 
 
 def granite_scales(fields: Fields) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triforce_core.model.families.family import Family, Layers, layer
+from triforce_core.model.families.family import Family, Layers, exaone_layers, layer
 from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import FULL, SLIDING, windows
 from triforce_core.model.families.recurrent import LFM2, LFM2_RENAMED, lfm2_layers
@@ -57,6 +57,29 @@ def _dots1(fields: Fields, count: int) -> Layers:
     seen = windows(fields, count, lambda index: index >= windowed)
     same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
     return alternating(fields, seen, experts, [index >= sparse for index in range(count)], **same)
+
+
+def _exaone_moe(fields: Fields, count: int) -> Layers:
+    """As in EXAONE 4, full-attention layers do not rotate in models that have windows elsewhere."""
+    first = fields.whole("first_k_dense_replace", 1, least=0)
+    shared = fields.whole("num_shared_experts", 1) * fields.whole("moe_intermediate_size")
+    experts = experts_of(fields, "num_experts", sigmoid_router(fields), shared=shared)
+    sparse = sparse_from(fields, count, first)
+    layers = exaone_layers(fields, count, Norms.BEFORE)
+    return tuple(
+        replace(spec, mlp=experts) if each else spec
+        for spec, each in zip(layers, sparse, strict=True)
+    )
+
+
+def _hy_v3(fields: Fields, count: int) -> Layers:
+    """The first layer alone is dense, if mlp_layer_types does not say otherwise."""
+    router = Router(Scores.SIGMOID, biased=True, scale=fields.real("router_scaling_factor", 2.826))
+    shared = fields.whole("num_shared_experts", 1) * fields.whole("moe_intermediate_size")
+    experts = experts_of(fields, "num_experts", router, shared=shared)
+    bias = fields.flag("attention_bias", False)
+    dense = layer(fields, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return where(dense, experts, sparse_from(fields, count, 1))
 
 
 def _afmoe(fields: Fields, count: int) -> Layers:
@@ -179,6 +202,23 @@ _DOTS1 = {
     "num_experts_per_tok": 6,
     "moe_intermediate_size": 1408,
 }
+_EXAONE_MOE = {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1024,
+    "routed_scaling_factor": 2.5,
+}
+_HY_V3 = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 11_158_840.0,
+    "num_experts": 192,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+}
 _AFMOE = {
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
@@ -225,6 +265,14 @@ SIGMOID = (
         renamed=renamed("n_routed_experts"),
     ),
     Family("dots1", "Dots1", _dots1, defaults=_DOTS1, renamed=renamed("n_routed_experts")),
+    Family(
+        "exaone_moe",
+        "ExaoneMoe",
+        _exaone_moe,
+        defaults=_EXAONE_MOE,
+        renamed=renamed("num_experts"),
+    ),
+    Family("hy_v3", "HYV3", _hy_v3, defaults=_HY_V3, renamed=renamed("num_experts")),
     Family(
         "afmoe",
         "Afmoe",

@@ -17,7 +17,7 @@ from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import FULL, SLIDING, windows, windows_if_shorter
 from triforce_core.model.families.recurrent import QWEN3_5, qwen3_5_layers
 from triforce_core.model.feed_forward import Activation, DenseMLP, Experts, Router
-from triforce_core.model.layers import LayerSpec, NormKind
+from triforce_core.model.layers import LayerSpec, NormKind, Norms
 from triforce_offload.errors import CheckpointError
 
 # Least sum of a token's scores in ERNIE: those of a softmax never are so small.
@@ -134,6 +134,12 @@ def _olmoe(fields: Fields, count: int) -> Layers:
     return (layer(fields, mlp=experts, qkv_bias=bias, output_bias=bias, **norms),) * count
 
 
+def _flex_olmo(fields: Fields, count: int) -> Layers:
+    """As in OLMoE, with norms as in OLMo 2."""
+    layers = _olmoe(fields, count)
+    return (replace(layers[0], norms=Norms.AFTER),) * count
+
+
 def _granitemoe(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
     residual, scale = (fields.real(f"{name}_multiplier", 1.0) for name in ("residual", "attention"))
@@ -222,6 +228,7 @@ _QWEN3 = {
     "moe_intermediate_size": 768,
 }
 _OLMOE = {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
+_FLEX_OLMO = {"rope_theta": 5e5, "num_experts": 7, "num_experts_per_tok": 5}
 _GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _ERNIE = {
     "num_key_value_heads": 4,
@@ -288,6 +295,14 @@ SPARSE = (
     ),
     Family("mellum", "Mellum", _mellum, defaults=_MELLUM, renamed=renamed("num_experts")),
     Family("olmoe", "Olmoe", _olmoe, defaults=_OLMOE, renamed=renamed("num_experts")),
+    Family(
+        "flex_olmo",
+        "FlexOlmo",
+        _flex_olmo,
+        defaults=_FLEX_OLMO,
+        norm_kind=NormKind.RMS_FLOAT32,
+        renamed=renamed("num_experts"),
+    ),
     Family("granitemoe", "GraniteMoe", _granitemoe, granite_scales, defaults=_GRANITE),
     Family(
         "ernie4_5_moe",

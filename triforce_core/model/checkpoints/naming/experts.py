@@ -86,6 +86,13 @@ HF_QWEN2 = ExpertNames(
     shared_down="mlp.shared_expert.down_proj.weight",
 )
 HF_LAGUNA = replace(HF_QWEN2, bias="mlp.experts.e_score_correction_bias")
+HF_EXAONE = ExpertNames(bias="mlp.e_score_correction_bias")
+HF_HY_V3 = ExpertNames(
+    router="mlp.router.gate.weight",
+    bias="mlp.expert_bias",
+    shared_gate_up=("mlp.shared_mlp.gate_proj.weight", "mlp.shared_mlp.up_proj.weight"),
+    shared_down="mlp.shared_mlp.down_proj.weight",
+)
 HF_AFMOE = ExpertNames(router="mlp.router.gate.weight", bias="mlp.expert_bias")
 HF_GEMMA4 = ExpertNames(
     router="router.proj.weight",

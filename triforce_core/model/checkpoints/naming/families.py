@@ -11,10 +11,12 @@ from triforce_core.model.checkpoints.naming.experts import (
     GGUF_GEMMA4,
     HF_AFMOE,
     HF_ERNIE,
+    HF_EXAONE,
     HF_GEMMA4,
     HF_GPT_OSS,
     HF_GRANITE,
     HF_GRANITE4,
+    HF_HY_V3,
     HF_LAGUNA,
     HF_LFM2,
     HF_MINIMAX,
@@ -130,6 +132,9 @@ HF_FAMILIES = {
     "cohere2": Naming(HF_BEFORE, interleaved=True),
     **dict.fromkeys(("gemma2", "gemma3_text"), Naming(_HF_GEMMA)),
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), Naming(_HF_GEMMA, experts=HF_GEMMA4)),
+    "flex_olmo": Naming(_HF_AFTER),
+    "exaone_moe": Naming(HF_BEFORE, experts=HF_EXAONE),
+    "hy_v3": Naming(HF_BEFORE, experts=HF_HY_V3),
     "mixtral": Naming(HF_BEFORE, experts=HF_MIXTRAL),
     "qwen2_moe": Naming(HF_BEFORE, experts=HF_QWEN2),
     "gpt_oss": Naming(HF_BEFORE, experts=HF_GPT_OSS),
@@ -244,7 +249,7 @@ GGUF = Naming(
 _GGUF_PAIRS = replace(GGUF, interleaved=True)
 _GGUF_POST_ATTENTION = replace(GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"})
 GGUF_FAMILIES = {
-    **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5", "cohere2"), _GGUF_PAIRS),
+    **dict.fromkeys(("llama", "arcee", "smollm3", "granite", "ernie4_5", "cohere2"), _GGUF_PAIRS),
     **dict.fromkeys(("mixtral", "granitemoe", "ernie4_5_moe", "deepseek_v3"), _GGUF_PAIRS),
     **dict.fromkeys(("ministral3", "mistral4"), _GGUF_PAIRS),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(GGUF, norms=_GGUF_AFTER)),

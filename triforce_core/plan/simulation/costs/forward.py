@@ -44,7 +44,7 @@ from triforce_core.plan.simulation.costs.launches import (
     selection_work,
 )
 from triforce_core.plan.simulation.costs.products import Product, integer_seconds
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, in_tiles
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, multiplies_in_tiles
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.machine.profiles import Hardware
@@ -151,7 +151,7 @@ class Costs:
     def _in_tiles(self, mlp: Experts, tokens: int) -> bool:
         """Return whether a kernel multiplies by all experts at once. Joined blocks have none."""
         joined = tokens > FEW_ROWS and self.matrices.experts_read is Read.SPLIT_BLOCKS
-        tiled = in_tiles(tokens, mlp.active, mlp.count)
+        tiled = multiplies_in_tiles(tokens, mlp.active, mlp.count)
         return self.hardware.asynchronous and tiled and not joined
 
     def attend(
