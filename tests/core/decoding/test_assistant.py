@@ -202,7 +202,9 @@ REFUSED = {
     "heads of windows is 1 of 16, and 2 of 16": {"text_num_key_value_heads": 1},
     "1 of 3 layers share": {"text_num_kv_shared_layers": 1},
     "text_config must be an object": {"text_config": [1]},
-    "hidden_size_per_layer_input (8) is not supported": {"text_hidden_size_per_layer_input": 8},
+    "hidden_size_per_layer_input (8) is not supported in an assistant": {
+        "text_hidden_size_per_layer_input": 8
+    },
     "(tie_word_embeddings false) is not supported": {"tie_word_embeddings": False},
 }
 

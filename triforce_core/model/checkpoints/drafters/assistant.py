@@ -93,6 +93,11 @@ def _of_target(config: ModelConfig, width: int, target: ModelConfig, where: str)
         )
     if any(spec.mlp.active for spec in config.layers):
         raise UnsupportedModelError(f"{where}: an assistant with experts is not supported")
+    if config.token_inputs:
+        raise UnsupportedModelError(
+            f"{where}: hidden_size_per_layer_input ({config.token_inputs.width}) is not supported "
+            "in an assistant"
+        )
     if not config.tied:
         raise UnsupportedModelError(
             f"{where}: an assistant whose output matrix is not its embedding "
@@ -152,8 +157,8 @@ def _of_rope(rope: RopeConfig) -> str:
 
 def _sharing(spec: LayerSpec, join: Assistant) -> LayerSpec:
     """Return a layer that attends to the model's keys."""
-    shares = {"projects_keys": False, "projects_values": False, "value_norm": False}
-    return replace(spec, mixer=replace(spec.mixer, **shares), joins=join)
+    mixer = replace(spec.mixer, projects_keys=False, projects_values=False, value_norm=False)
+    return replace(spec, mixer=replace(mixer, lends_keys=False), joins=join)
 
 
 def typical_assistant(target: ModelConfig) -> ModelConfig:
