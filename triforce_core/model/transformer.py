@@ -24,6 +24,7 @@ from triforce_core.model.parts.token_inputs import TokenRows, TokenTable, add_to
 from triforce_core.model.rope import Rope
 from triforce_kernels.dispatch import HOST, TRITON, backend
 from triforce_kernels.elementwise import tanh
+from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.same_bits import same_bits
 from triforce_kernels.weights.linear import Weight, linear, lookup
 from triforce_offload.forward_batch import Cache, Carried, ForwardBatch
@@ -270,11 +271,13 @@ class Model:
         if config.token_inputs is None:
             hidden = self.embed(batch.tokens) if embedded is None else embedded
             return hidden, replace(batch, carried=Carried()) if config.borrowing_layers else batch
-        if embedded is None:
+        if embedded is None and batch.rows > FEW_ROWS:
             # A prompt's rows stay on the host until their layer takes them.
             hidden = self._embedded(batch.tokens)
             rows = table.looked_up(batch.tokens, hidden.dtype)
         else:
+            # One copy to the device, for which the host waits, and not one for each layer.
+            embedded = self.embed(batch.tokens) if embedded is None else embedded
             hidden, whole = embedded.split((config.hidden, config.token_columns), 1)
             rows = TokenRows(whole, config.token_inputs.width)
         # Layers add to the hidden states in place.

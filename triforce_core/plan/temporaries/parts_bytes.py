@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import Attention
-from triforce_kernels.limits import CAPPED_KEYS, SELECTION_BYTES, selection_bytes
+from triforce_kernels.limits import CAPPED_KEYS, FEW_ROWS, SELECTION_BYTES, selection_bytes
 
 # Numbers of all residual streams of a row that exist at once, in the dtype: normed ones, twice,
 # their gates, and what is added to them.
@@ -31,15 +31,17 @@ def streams_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def carried_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
-    """Return the bytes of what the layers of a forward have beside hidden states: embeddings, and
-    keys and values that some layers take of others.
+    """Return the bytes of what the layers of a forward have beside hidden states: embeddings, keys
+    and values that some layers take of others, and of few rows what all layers take of tokens.
     """
     lent = sum(
         spec.mixer.kept
         for spec in config.layers
         if isinstance(spec.mixer, Attention) and spec.mixer.lends_keys
     )
-    return tokens * (lent + (config.hidden if config.token_inputs else 0)) * itemsize
+    inputs = min(tokens, FEW_ROWS) * config.token_columns * 2
+    embedded = config.hidden if config.token_inputs else 0
+    return (tokens * (lent + embedded) + inputs) * itemsize
 
 
 def looked_up_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
