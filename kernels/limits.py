@@ -77,6 +77,8 @@ ALIGNED_KEYS = 64
 CAPPED_ROWS, CAPPED_KEYS = 64, 512
 # Bytes of scores and masks of the rows of a prompt that choose their keys at once.
 SELECTION_BYTES = 64 << 20
+# Rows of the table of what layers take of tokens that are looked up at a time.
+LOOKED_UP_AT_ONCE = 256
 # Number of rows of a prefill that a recurrence computes at once, a multiple of the rows that are
 # folded at a time.
 DELTA_ROWS = 256
@@ -91,12 +93,14 @@ def selection_bytes(tokens: int, blocks: int, heads: int, itemsize: int) -> int:
     return max(blocks * max(heads * 4 + 4, 24), tokens * (2 + itemsize) + blocks * 6)
 
 
-def multiplies_in_tiles(rows: int, active: int, count: int) -> bool:
-    """Return whether a GPU multiplies `rows` rows, each of which chooses `active` of `count`
-    experts, by all experts at once. If an expert has many rows, decoding it for each of its tiles
+def rows_in_tiles(active: int, count: int, most: int = FEW_ROWS) -> int:
+    """Return how many rows, each of which chooses `active` of `count` experts, a GPU multiplies by
+    all experts at once, at most. If an expert has more rows than two tiles, decoding it for each
     takes longer than launching the products of each expert.
+
+    most: rows of a tile, at most
     """
-    return rows <= FEW_ROWS or rows * active <= 2 * FEW_ROWS * count
+    return max(FEW_ROWS, 2 * most * count // active)
 
 
 def expert_tile(each: int) -> int:

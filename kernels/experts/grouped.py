@@ -80,7 +80,8 @@ def gated_experts(
         if rows <= FEW_ROWS:
             gated_few = implementation("gated_experts", x.device)
             return gated_few(x, experts, chosen, weights, gated)
-        tiled = same_bits.wanted() or limits.multiplies_in_tiles(*chosen.shape, count)
+        most = limits.rows_in_tiles(chosen.shape[1], count, _most_rows(x, (gate_up, down)))
+        tiled = same_bits.wanted() or rows <= most
         if tiled and backend(x.device) == TRITON:
             return by_tiles(x, experts, chosen, weights, gated)
     return _one_by_one(x, experts, chosen, weights, gated, come)
@@ -249,9 +250,13 @@ def rows_of_tile(x: torch.Tensor, weights: Iterable[Weight], each: int) -> int:
     """
     if same_bits.wanted() or len(x) <= FEW_ROWS:
         return EXPERT_TILE
+    return min(_most_rows(x, weights), expert_tile(each))
+
+
+def _most_rows(x: torch.Tensor, weights: Iterable[Weight]) -> int:
+    """Return how many rows of x a program multiplies by an expert at a time, at most."""
     stored = (weight for weight in weights if not isinstance(weight, torch.Tensor))
-    most = min((most_rows(x), *(weight.most_tile_rows for weight in stored)))
-    return min(most, expert_tile(each))
+    return min((most_rows(x), *(weight.most_tile_rows for weight in stored)))
 
 
 def _add_to_tiles(out: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor) -> None:

@@ -303,6 +303,7 @@ class MemoryPlan:
             + ahead
             + self.kv.host_bytes
             + needs.marks_bytes
+            + needs.looked_up_bytes
             + (0 if self.placement.embedding_resident else needs.embedding_bytes)
             + (needs.gather_bytes if self.kv.resident < self.kv.blocks else 0)
         )

@@ -43,6 +43,7 @@ class Requirements:
     records_passes: whether passes are recorded as CUDA graphs if nothing of them streams
     sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
         gather_bytes are for all sequences, temporaries for one
+    looked_up_bytes: host bytes of what layers take of the tokens of a prompt
     """
 
     layer_bytes: tuple[int, ...]
@@ -68,6 +69,7 @@ class Requirements:
     index: IndexShape | None = None
     records_passes: bool = False
     sequences: int = 1
+    looked_up_bytes: int = 0
 
     @property
     def max_draft_tokens(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from triforce_kernels import limits
+from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.integers import IntegerWeight, quantise
-from triforce_kernels.weights.linear import Weight, dense_rows
+from triforce_kernels.weights.linear import Weight, dense_rows, matrices
 from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.weights.layouts import FlatLayout, Views
@@ -104,17 +105,29 @@ def _quantise_into(
     at_once: numbers of these rows
     """
     step = max(1, at_once // into.shape[1])
-    dtype = into.scale.dtype
-    dense = isinstance(exact, torch.Tensor)
-    for first, decoded in enumerate((exact,)) if dense else dense_rows(exact, dtype):
-        start = first
-        for rows in decoded.split(step):
-            part = into.rows(start, start + rows.shape[0])
-            made = quantise(rows.to(into.device, dtype), into.group, inputs, into.bits)
-            part.packed.copy_(made.packed)
-            part.scale.copy_(made.scale)
-            part.offset.copy_(made.offset)
-            start += rows.shape[0]
+    dtype, start = into.scale.dtype, 0
+    for piece in _pieces(exact, step):
+        dense = isinstance(piece, torch.Tensor)
+        for _, decoded in enumerate((piece,)) if dense else dense_rows(piece, dtype):
+            for rows in decoded.split(step):
+                part = into.rows(start, start + rows.shape[0])
+                made = quantise(rows.to(into.device, dtype), into.group, inputs, into.bits)
+                part.packed.copy_(made.packed)
+                part.scale.copy_(made.scale)
+                part.offset.copy_(made.offset)
+                start += rows.shape[0]
+
+
+def _pieces(exact: Weight, step: int) -> Iterator[Weight]:
+    """Yield the rows of a matrix one after the other; of blocks `step` rows at a time, so that no
+    more are decoded at a time.
+    """
+    for matrix in matrices(exact):
+        if not isinstance(matrix, BlockWeight):
+            yield matrix
+            continue
+        for first in range(0, matrix.shape[0], step):
+            yield matrix.rows(first, min(first + step, matrix.shape[0]))
 
 
 def _copy_into(exact: Weight, into: torch.Tensor) -> None:

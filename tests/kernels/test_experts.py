@@ -20,7 +20,7 @@ from triforce_kernels.experts.grouped import (
 )
 from triforce_kernels.experts.routing import Choice, choose, reference_choose
 from triforce_kernels.layer import swiglu
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, multiplies_in_tiles
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, rows_in_tiles
 from triforce_kernels.weights.block_types import BLOCK_TYPES
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.high_bits import HighBitsWeight
@@ -169,9 +169,10 @@ def test_tiles_are_as_long_as_experts_have_rows(each: int, tile: int) -> None:
 
 def test_experts_with_many_rows_are_multiplied_one_by_one() -> None:
     """Of a prompt's 1,024 rows an expert of Mixtral has 256, and one of Qwen3-30B-A3B has 64."""
-    assert multiplies_in_tiles(1024, 8, 128)
-    assert multiplies_in_tiles(FEW_ROWS, 2, 2)
-    assert not multiplies_in_tiles(1024, 2, 8)
+    assert rows_in_tiles(8, 128) == 2048
+    assert rows_in_tiles(2, 8) == 512 < 1024
+    assert rows_in_tiles(2, 8, most=16) == 128
+    assert rows_in_tiles(2, 2, most=16) == FEW_ROWS
 
 
 def test_many_rows_wait_for_no_choice_where_kernels_multiply_by_tiles(draw, monkeypatch) -> None:

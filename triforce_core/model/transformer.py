@@ -29,6 +29,7 @@ from triforce_kernels.same_bits import same_bits
 from triforce_kernels.weights.linear import Weight, linear, lookup
 from triforce_offload.forward_batch import Cache, Carried, ForwardBatch
 from triforce_offload.link.waiting import come
+from triforce_offload.memory.device import put
 from triforce_offload.ranks import Alone, Ranks
 from triforce_offload.weights.layouts import Views
 from triforce_offload.weights.store import Weights
@@ -145,7 +146,7 @@ class Model:
     ) -> torch.Tensor:
         """Run a forward batch. Return hidden states before the final norm, [rows, hidden].
 
-        embedded: what `embed` returns for the tokens, which become the hidden states in place
+        embedded: what `embed` returns for the tokens, which may become the hidden states in place
         chunk: number of rows that a layer computes at a time, None for all; the weights of each
             layer are requested once either way
         each_layer: called after each layer with its index
@@ -342,6 +343,9 @@ class Model:
         if spec.token_inputs:
             inputs = batch.carried.inputs(index, batch.first, batch.end)
             embedded = batch.carried.embedded[batch.first : batch.end]
+            if inputs.device.type == "cpu":
+                # The host does not wait for the device.
+                inputs = put(inputs, hidden.device, hidden.dtype)
             # The processor may compute the layer.
             given = (moved(each, hidden.device).to(hidden.dtype) for each in (embedded, inputs))
             add_token_inputs(w, self._norm, hidden, *given)

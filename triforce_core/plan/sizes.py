@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.feed_forward import Experts
 from triforce_core.model.parts.kept import (
     index_shape,
     kv_shape,
@@ -45,10 +44,11 @@ from triforce_core.plan.temporaries.workspace import (
 from triforce_core.settings import EXACT, INT4, OFF, SPLIT, MethodSettings
 from triforce_kernels.limits import (
     ALIGNED_KEYS,
+    EXPERT_TILE,
     FEW_ROWS,
     PARTS_BYTES,
+    SPLIT_TILE,
     WHOLE_ROWS,
-    multiplies_in_tiles,
 )
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
@@ -178,11 +178,11 @@ class ModelSizes:
             prefill_workspace_bytes=prefill_workspace_bytes(
                 *(config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize),
                 by_host=self._by_host(PREFILL_CHUNK),
-                in_tiles=self._in_tiles(prefill_rows),
+                tile=self._tile,
             )
             + self._product_bytes(prefill_rows)
             + self._divided_bytes(prefill_rows)
-            + self._looked_up_bytes
+            + (0 if self.device.gpu else self._looked_up_bytes)
             + coding_bytes(shape),
             pass_workspace_bytes=pass_workspace_bytes(
                 config,
@@ -194,7 +194,7 @@ class ModelSizes:
                 self.device.splits(config.attention.kv_heads),
                 self._rounding_bytes(shape, budget),
                 by_host=self.device.host_kernels,
-                in_tiles=self._in_tiles(verified),
+                tile=self._tile,
             )
             + self._product_bytes(verified)
             + self._divided_bytes(0)
@@ -214,6 +214,7 @@ class ModelSizes:
             decoding_bytes=groups_bytes(config, verified, self._largest, itemsize) if copies else 0,
             records_passes=self._records_passes(budget),
             sequences=self.sequences,
+            looked_up_bytes=self._looked_up_bytes if self.device.gpu else 0,
         )
 
     def max_draft_tokens(self, budget: int) -> int:
@@ -279,24 +280,26 @@ class ModelSizes:
 
     @property
     def _looked_up_bytes(self) -> int:
-        """Bytes of what layers take of a prompt's tokens, if the host that has it is the device."""
-        if self.device.gpu:
-            return 0
+        """Host bytes of what layers take of a prompt's tokens."""
         return looked_up_bytes(self.config, self.max_context, self.dtype.itemsize)
 
     def _by_host(self, rows: int) -> bool:
         """Whether compiled kernels multiply so many rows by weights in any format."""
         return self.device.host_kernels and (self.same_bits or rows * self.sequences <= FEW_ROWS)
 
-    def _in_tiles(self, rows: int) -> bool:
-        """Whether a GPU's kernels multiply that many rows by all experts at once."""
+    @property
+    def _tile(self) -> int:
+        """Most rows of a tile of products with experts by a GPU's kernels; 0 without such kernels.
+        If rows are to keep their bits, any number of rows is multiplied in tiles.
+        """
         kernels = self.device.gpu and self.device.kernels
-        fused = kernels and all(each.multiplies_experts for each in self.weights.experts)
-        mlps = [spec.mlp for spec in self.config.distinct_layers if isinstance(spec.mlp, Experts)]
-        tiled = self.same_bits or all(
-            multiplies_in_tiles(rows, mlp.active, mlp.count) for mlp in mlps
-        )
-        return fused and tiled
+        if not (kernels and all(each.multiplies_experts for each in self.weights.experts)):
+            return 0
+        if self.same_bits:
+            return self.max_context
+        if self.dtype.itemsize == 4:
+            return EXPERT_TILE
+        return SPLIT_TILE if self.weights.split else FEW_ROWS
 
     @property
     def _largest(self) -> int:

@@ -79,7 +79,7 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
             if not has_window
         },
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in names,
-        "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input"),
+        "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input") or 0,
         "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
         "enable_moe_block": bool(own.get("expert_count")),
     }

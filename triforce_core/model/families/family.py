@@ -133,10 +133,14 @@ def exaone_layers(fields: Fields, count: int, norms: Norms) -> Layers:
     """Return the layers of an EXAONE from 4 on. In models that have windows elsewhere,
     full-attention layers do not rotate.
     """
-    pattern = fields.get("sliding_window_pattern")
-    # "LLLG" says the same as 4: of so many layers the last one has no window.
-    named = isinstance(pattern, str) and pattern
-    every = len(pattern) if named else fields.whole("sliding_window_pattern", 4)
+
+    def has_window(index: int) -> bool:
+        """ "LLLG" says the same as 4: of as many layers the last one has no window."""
+        pattern = fields.get("sliding_window_pattern")
+        named = isinstance(pattern, str) and pattern
+        every = len(pattern) if named else fields.whole("sliding_window_pattern", 4)
+        return (index + 1) % every != 0
+
     rotates_all = fields.get("sliding_window") is None
     return tuple(
         layer(
@@ -146,7 +150,7 @@ def exaone_layers(fields: Fields, count: int, norms: Norms) -> Layers:
             rotated=rotates_all or window is not None,
             window=window,
         )
-        for window in windows(fields, count, lambda index: (index + 1) % every != 0)
+        for window in windows(fields, count, has_window)
     )
 
 

@@ -94,7 +94,8 @@ def _with_shared_keys(fields: Fields, layers: list[LayerSpec]) -> Layers:
         if index < own:
             lends = index in lenders.values()
             return replace(spec, mixer=replace(spec.mixer, lends_keys=lends))
-        mlp = replace(spec.mlp, width=wider * spec.mlp.width)
+        dense = "shared" if isinstance(spec.mlp, ExpertsBeside) else "width"
+        mlp = replace(spec.mlp, **{dense: wider * getattr(spec.mlp, dense)})
         return replace(spec, mixer=replace(spec.mixer, **_BORROWS), mlp=mlp)
 
     return tuple(shared(index, spec) for index, spec in enumerate(layers))

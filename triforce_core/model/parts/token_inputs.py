@@ -8,6 +8,7 @@ import torch
 
 from triforce_core.model.norms import Norm
 from triforce_kernels.layer import geglu
+from triforce_kernels.limits import LOOKED_UP_AT_ONCE
 from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
 from triforce_offload.weights.layouts import Views
@@ -60,7 +61,11 @@ class TokenTable:
         wanted, places = come(tokens).cpu().unique(return_inverse=True)
         # As transformers' embeddings of Gemma, the factor is rounded to their dtype.
         scale = torch.tensor(self._width**0.5, dtype=dtype)
-        return TokenRows(self._rows.lookup(wanted, dtype).mul_(scale), self._width, places)
+        found = torch.empty(len(wanted), self._rows.shape[1], dtype=dtype)
+        parts = (each.split(LOOKED_UP_AT_ONCE) for each in (wanted, found))
+        for rows, into in zip(*parts, strict=True):
+            torch.mul(self._rows.lookup(rows, dtype), scale, out=into)
+        return TokenRows(found, self._width, places)
 
 
 def add_token_inputs(

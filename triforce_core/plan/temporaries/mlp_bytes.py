@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
 from triforce_kernels.counts import cdiv
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, most_expert_tiles
+from triforce_kernels.limits import (
+    EXPERT_TILE,
+    FEW_ROWS,
+    expert_tile,
+    most_expert_tiles,
+    rows_in_tiles,
+)
 
 
-def mlp_bytes(
-    mlp: MLP, hidden: int, tokens: int, itemsize: int, by_host: bool, in_tiles: bool
-) -> int:
+def mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int, by_host: bool, tile: int) -> int:
     """Return the bytes of an MLP. Of experts: their results, the sums and the input in float32, and
     the scores of all experts; what leads to the results, either for places of tiles or for an
     expert that all tokens chose. Compiled kernels choose without temporaries, and what is float32
     is not copied.
 
     hidden: length of the input's rows
-    by_host, in_tiles: see `workspace.prompt_bytes`
+    by_host, tile: see `workspace.prompt_bytes`
     """
     if not mlp.width:
         return 0
@@ -38,13 +42,16 @@ def mlp_bytes(
     few, each = min(tokens, FEW_ROWS), each + mlp.active * 48
     alone = (results + widest * 3) * itemsize
     most = few * (each + alone) + _tiles_bytes(mlp, inner, few, EXPERT_TILE, itemsize)
-    if not in_tiles:
-        return max(most, tokens * (each + alone))
-    tile = expert_tile(cdiv(tokens * mlp.active, mlp.count))
-    tiles = _tiles_bytes(mlp, inner, tokens, tile, itemsize)
-    # Many rows are sorted by their experts.
-    each += mlp.active * 48
-    return max(most, tokens * each + max(tiles, tokens * 3 * mlp.shared * itemsize))
+    tiled = min(tokens, rows_in_tiles(mlp.active, mlp.count, tile)) if tile else 0
+    if tiled < tokens:
+        most = max(most, tokens * (each + alone))
+    if tiled:
+        longest = expert_tile(cdiv(tiled * mlp.active, mlp.count))
+        tiles = _tiles_bytes(mlp, inner, tiled, longest, itemsize)
+        # Many rows are sorted by their experts.
+        each += mlp.active * 48
+        most = max(most, tiled * each + max(tiles, tiled * 3 * mlp.shared * itemsize))
+    return most
 
 
 def _tiles_bytes(mlp: Experts, inner: int, rows: int, tile: int, itemsize: int) -> int:

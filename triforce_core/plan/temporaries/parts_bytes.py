@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import Attention
-from triforce_kernels.limits import CAPPED_KEYS, FEW_ROWS, SELECTION_BYTES, selection_bytes
+from triforce_kernels.limits import (
+    CAPPED_KEYS,
+    FEW_ROWS,
+    LOOKED_UP_AT_ONCE,
+    SELECTION_BYTES,
+    selection_bytes,
+)
 
 # Numbers of all residual streams of a row that exist at once, in the dtype: normed ones, twice,
 # their gates, and what is added to them.
 _STREAMS_AT_ONCE = 5
+# Bytes of a number of the table while it is looked up: as stored, in float32, and as it is kept.
+_LOOKING_UP_BYTES = 12
 # For n-gram embeddings: keys, queries, values by stream, and inputs and outputs of the
 # convolution; and in float32 products of keys and queries, and sums of the convolution.
 _NGRAMS_AT_ONCE, _NGRAMS_IN_FLOAT32 = 8, 4
@@ -45,11 +53,12 @@ def carried_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def looked_up_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
-    """Return the bytes of what all layers take of tokens, where it is looked up: as stored, as
-    numbers, and once more for each token, or decoded in float32.
+    """Return the bytes of what all layers take of tokens, where it is looked up: of all different
+    tokens, and of some at a time as they are stored and decoded.
     """
     different = min(tokens, config.vocab)
-    return different * config.token_columns * (4 + 2 * itemsize)
+    at_once = min(different, LOOKED_UP_AT_ONCE) * _LOOKING_UP_BYTES
+    return config.token_columns * (different * itemsize + at_once)
 
 
 def capped_bytes(mixer: Attention, rows: int, text_tokens: int) -> int:

@@ -45,12 +45,12 @@ def prompt_bytes(
     itemsize: int,
     *,
     by_host: bool = False,
-    in_tiles: bool = False,
+    tile: int = 0,
 ) -> int:
     """Return the bytes of a prompt's hidden states, one layer's KV and one chunk's temporaries.
 
     by_host: whether a processor's compiled kernels compute
-    in_tiles: whether a GPU's kernels multiply many rows by experts in tiles
+    tile: most rows of a tile in which a GPU's kernels multiply many rows by experts; 0 without
     """
     chunk = min(chunk, tokens)
     keys, sizes = config.attention.kept, [head_dim for _, head_dim in config.rotations]
@@ -65,7 +65,7 @@ def prompt_bytes(
     mixed = partial(
         _mixer_prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens, by_host=by_host
     )
-    return whole + max(rope, _layers_bytes(config, chunk, itemsize, mixed, by_host, in_tiles))
+    return whole + max(rope, _layers_bytes(config, chunk, itemsize, mixed, by_host, tile))
 
 
 def forward_bytes(
@@ -75,13 +75,13 @@ def forward_bytes(
     text_tokens: int,
     *,
     by_host: bool = False,
-    in_tiles: bool = False,
+    tile: int = 0,
 ) -> int:
     """Return the bytes of temporaries of a forward over `tokens` tokens after the prefill: the
     maximum of mixer and MLP, without what attention keeps between blocks.
 
     text_tokens: number of tokens of the longest sequence
-    by_host, in_tiles: see `prompt_bytes`
+    by_host, tile: see `prompt_bytes`
     """
     mixed = partial(
         _mixer_pass_bytes,
@@ -91,7 +91,7 @@ def forward_bytes(
         by_host=by_host,
     )
     carried = carried_bytes(config, tokens, itemsize) + looked_up_bytes(config, tokens, itemsize)
-    return carried + _layers_bytes(config, tokens, itemsize, mixed, by_host, in_tiles)
+    return carried + _layers_bytes(config, tokens, itemsize, mixed, by_host, tile)
 
 
 def _layers_bytes(
@@ -100,7 +100,7 @@ def _layers_bytes(
     itemsize: int,
     mixed: Callable[[Mixer], int],
     by_host: bool,
-    in_tiles: bool,
+    tile: int,
 ) -> int:
     """Return the bytes of the largest layer: the maximum of its mixer and its MLP.
 
@@ -115,7 +115,7 @@ def _layers_bytes(
         else:
             mixer = _recurrent_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
         mixer += mixed(spec.mixer)
-        mlp = mlp_bytes(spec.mlp, hidden, tokens, itemsize, by_host, in_tiles)
+        mlp = mlp_bytes(spec.mlp, hidden, tokens, itemsize, by_host, tile)
         largest = max(largest, mixer, mlp)
     return largest
 
@@ -145,7 +145,7 @@ def _latent_bytes(
     """Return the bytes of latent attention without the operation between its projections: the first
     projection, and either what becomes of it until there are queries, or these while they are
     rotated, by compiled kernels without temporaries; and products of few rows by tiles, which have
-    places without rows.
+    places without rows; those of more rows take less than what is counted beside.
     """
     queries, projected = mixer.queries, mixer.shapes(hidden)["qkv"][0]
     inner = mixer.heads * (mixer.key_dim + mixer.rope_dim) + 2 * mixer.query_rank
@@ -319,15 +319,15 @@ def prefill_workspace_bytes(
     itemsize: int,
     *,
     by_host: bool = False,
-    in_tiles: bool = False,
+    tile: int = 0,
 ) -> int:
     """Return the peak bytes of temporaries during a prefill.
 
     chunk: number of tokens for which a layer is computed at a time
     scored_chunk: number of tokens of a chunk that is scored for retrieval, 0 without retrieval
-    by_host, in_tiles: see `prompt_bytes`
+    by_host, tile: see `prompt_bytes`
     """
-    kernels = {"by_host": by_host, "in_tiles": in_tiles}
+    kernels = {"by_host": by_host, "tile": tile}
     prefill = prompt_bytes(config, prompt_tokens, chunk, itemsize, **kernels)
     if not scored_chunk:
         return prefill
@@ -349,7 +349,7 @@ def pass_workspace_bytes(
     rounding: int = 0,
     *,
     by_host: bool = False,
-    in_tiles: bool = False,
+    tile: int = 0,
 ) -> int:
     """Return the peak bytes of temporaries after the prefill: in a pass, or while choosing chunks,
     copying chunks, or drawing tokens.
@@ -357,9 +357,9 @@ def pass_workspace_bytes(
     scored_chunk: see `prefill_workspace_bytes`
     splits: the most parts into which the attention of a pass divides its keys
     rounding: bytes of temporaries for copying chunks in 8 bits
-    by_host, in_tiles: see `prompt_bytes`
+    by_host, tile: see `prompt_bytes`
     """
-    kernels = {"by_host": by_host, "in_tiles": in_tiles}
+    kernels = {"by_host": by_host, "tile": tile}
     forward = forward_bytes(config, pass_tokens, itemsize, context_tokens, **kernels)
     forward += running_bytes(config, pass_tokens, splits)
     distributions = distribution_bytes(config, pass_tokens)

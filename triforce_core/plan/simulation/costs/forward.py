@@ -44,7 +44,13 @@ from triforce_core.plan.simulation.costs.launches import (
     selection_work,
 )
 from triforce_core.plan.simulation.costs.products import Product, integer_seconds
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, multiplies_in_tiles
+from triforce_kernels.limits import (
+    EXPERT_TILE,
+    FEW_ROWS,
+    SPLIT_TILE,
+    expert_tile,
+    rows_in_tiles,
+)
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.machine.profiles import Hardware
@@ -119,20 +125,18 @@ class Costs:
 
     def experts(self, tokens: int) -> float:
         """Return the seconds of the products with the experts of an average layer: those that the
-        tokens choose are read, by a kernel once for each tile of the rows that chose them.
+        tokens choose are read once, and a kernel decodes them for each tile of the rows that chose
+        them. Tiles of an expert run together, so all but one find it in the L2 cache.
         """
         mlp = next(spec.mlp for spec in self.config.layers if isinstance(spec.mlp, Experts))
         share, matrices = mlp.distinct(tokens) / mlp.count, self.matrices
         rows = tokens * mlp.active / mlp.distinct(tokens)
         elements, nbytes = self.elements[2] * share, matrices.experts * share
-        if self._in_tiles(mlp, tokens):
-            if tokens <= FEW_ROWS:
-                nbytes *= ceil(rows / EXPERT_TILE)
-            else:
-                tile = expert_tile(ceil(tokens * mlp.active / mlp.count))
-                # On average half of the last tile of each expert has no rows.
-                rows, times = tile, rows / tile + 0.5
-                elements, nbytes = elements * times, nbytes * times
+        if self._in_tiles(mlp, tokens) and tokens > FEW_ROWS:
+            tile = min(self._most_tile, expert_tile(ceil(tokens * mlp.active / mlp.count)))
+            # On average half of the last tile of each expert has no rows.
+            elements *= rows / tile + 0.5
+            rows = tile
         return self.product(rows, elements, nbytes, matrices.experts_read)
 
     def expert_launches(self, tokens: int) -> int:
@@ -151,8 +155,15 @@ class Costs:
     def _in_tiles(self, mlp: Experts, tokens: int) -> bool:
         """Return whether a kernel multiplies by all experts at once. Joined blocks have none."""
         joined = tokens > FEW_ROWS and self.matrices.experts_read is Read.SPLIT_BLOCKS
-        tiled = multiplies_in_tiles(tokens, mlp.active, mlp.count)
+        tiled = tokens <= rows_in_tiles(mlp.active, mlp.count, self._most_tile)
         return self.hardware.asynchronous and tiled and not joined
+
+    @property
+    def _most_tile(self) -> int:
+        """Rows that a program multiplies by an expert at a time, at most (`experts.grouped`)."""
+        if self.dtype.itemsize == 4:
+            return EXPERT_TILE
+        return SPLIT_TILE if self.matrices.experts_read is Read.SPLIT_BF16 else FEW_ROWS
 
     def attend(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from triforce_core.plan.simulation.costs.forward import Costs
 from triforce_core.plan.simulation.costs.launches import mixing_flops, prefill_flops
 from triforce_core.plan.sizes import PREFILL_CHUNK
-from triforce_kernels.counts import cdiv
 
 
 def prefill_seconds(costs: Costs, tokens: int) -> float:
@@ -13,13 +12,19 @@ def prefill_seconds(costs: Costs, tokens: int) -> float:
     without what crosses the link.
     """
     config, hardware = costs.config, costs.hardware
-    layers, chunks = len(config.layers), cdiv(tokens, PREFILL_CHUNK)
-    each = costs.launches.layer + costs.expert_launches(tokens // chunks)
-    launches = layers * chunks * each * hardware.launch_seconds
+    layers, (whole, rest) = len(config.layers), divmod(tokens, PREFILL_CHUNK)
+    chunks = [(whole, PREFILL_CHUNK), *([(1, rest)] if rest else [])]
+    launches = (
+        layers
+        * hardware.launch_seconds
+        * sum(
+            count * (costs.launches.layer + costs.expert_launches(rows)) for count, rows in chunks
+        )
+    )
     work = costs.head(1) + (2 * layers + 1) * costs.all_reduce(tokens)
     if not hardware.asynchronous:
         return work + prefill_flops(config, tokens) / hardware.flops_per_second + launches
-    work += layers * chunks * _products(costs, tokens // chunks)
+    work += layers * sum(count * _products(costs, rows) for count, rows in chunks)
     work += mixing_flops(config, tokens) / hardware.flops_per_second
     # The GPU computes while the host launches.
     return max(work, launches)
