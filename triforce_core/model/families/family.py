@@ -135,7 +135,7 @@ def exaone_layers(fields: Fields, count: int, norms: Norms) -> Layers:
     """
 
     def has_window(index: int) -> bool:
-        """ "LLLG" says the same as 4: of as many layers the last one has no window."""
+        """Of as many layers the last one has no window; "LLLG" says the same as 4."""
         pattern = fields.get("sliding_window_pattern")
         named = isinstance(pattern, str) and pattern
         every = len(pattern) if named else fields.whole("sliding_window_pattern", 4)
