@@ -185,12 +185,7 @@ class ModelSizes:
             + (0 if self.device.gpu else self._looked_up_bytes)
             + coding_bytes(shape),
             pass_workspace_bytes=pass_workspace_bytes(
-                config,
-                self.max_context,
-                verified,
-                shape.block_tokens,
-                scored,
-                itemsize,
+                *(config, self.max_context, verified, shape.block_tokens, scored, itemsize),
                 self.device.splits(config.attention.kv_heads),
                 self._rounding_bytes(shape, budget),
                 by_host=self.device.host_kernels,
