@@ -77,7 +77,7 @@ ALIGNED_KEYS = 64
 CAPPED_ROWS, CAPPED_KEYS = 64, 512
 # Bytes of scores and masks of the rows of a prompt that choose their keys at once.
 SELECTION_BYTES = 64 << 20
-# Rows of the table of what layers take of tokens that are looked up at a time.
+# Rows of the table of per-layer embeddings that are looked up at a time.
 LOOKED_UP_AT_ONCE = 256
 # Number of rows of a prefill that a recurrence computes at once, a multiple of the rows that are
 # folded at a time.
@@ -101,6 +101,17 @@ def rows_in_tiles(active: int, count: int, most: int = FEW_ROWS) -> int:
     most: rows of a tile, at most
     """
     return max(FEW_ROWS, 2 * most * count // active)
+
+
+def most_tile_rows(itemsize: int, *, split: bool) -> int:
+    """Return how many rows a GPU's program multiplies by an expert at a time, at most.
+
+    itemsize: bytes of a number of the rows
+    split: whether the experts are split bfloat16
+    """
+    if itemsize == 4:
+        return EXPERT_TILE
+    return SPLIT_TILE if split else FEW_ROWS
 
 
 def expert_tile(each: int) -> int:

@@ -24,15 +24,15 @@ class Carried:
     """What the layers of one forward have beside hidden states.
 
     embedded: embeddings of the tokens, [rows, hidden] on the device
-    inputs: returns what a layer takes of the tokens of some rows, from the first to the one after
-        the last, [rows, width] on any device
-    lent: keys and values that other layers take, not rotated, [rows, 2 kv_heads, head_dim]; by
-        whether the layers have a window, and by the first of the rows
+    per_layer: returns the per-layer embeddings of a layer for some rows, from the first to the one
+        after the last, [rows, width] on any device
+    shared_kv: keys and values that later layers use too, not rotated, [rows, 2 kv_heads, head_dim];
+        by whether the layers have a window, and by the first of the rows
     """
 
     embedded: torch.Tensor | None = None
-    inputs: Callable[[int, int, int], torch.Tensor] | None = None
-    lent: dict[tuple[bool, int], torch.Tensor] = field(default_factory=dict)
+    per_layer: Callable[[int, int, int], torch.Tensor] | None = None
+    shared_kv: dict[tuple[bool, int], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,7 +53,7 @@ GEMMA4 = {
         },
     },
 }
-# The last layers take keys and values of others, and all take numbers of their token.
+# Keys and values that later layers use, and per-layer embeddings.
 GEMMA4_SMALL = {
     **GEMMA4,
     "num_hidden_layers": 5,

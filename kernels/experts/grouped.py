@@ -7,11 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from triforce_kernels import limits, same_bits
+from triforce_kernels import same_bits
 from triforce_kernels.checks import require
 from triforce_kernels.counts import cdiv
 from triforce_kernels.dispatch import HOST, REFERENCE, TRITON, backend, implementation
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, expert_tile, most_expert_tiles
+from triforce_kernels.limits import (
+    EXPERT_TILE,
+    FEW_ROWS,
+    expert_tile,
+    most_expert_tiles,
+    rows_in_tiles,
+)
 from triforce_kernels.weights.linear import Weight, linear, rows_of
 from triforce_kernels.weights.slices import most_rows
 from triforce_kernels.weights.tiles import Tiles
@@ -80,7 +86,7 @@ def gated_experts(
         if rows <= FEW_ROWS:
             gated_few = implementation("gated_experts", x.device)
             return gated_few(x, experts, chosen, weights, gated)
-        most = limits.rows_in_tiles(chosen.shape[1], count, _most_rows(x, (gate_up, down)))
+        most = rows_in_tiles(chosen.shape[1], count, _most_rows(x, (gate_up, down)))
         tiled = same_bits.wanted() or rows <= most
         if tiled and backend(x.device) == TRITON:
             return by_tiles(x, experts, chosen, weights, gated)

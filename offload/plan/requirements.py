@@ -43,7 +43,7 @@ class Requirements:
     records_passes: whether passes are recorded as CUDA graphs if nothing of them streams
     sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
         gather_bytes are for all sequences, temporaries for one
-    looked_up_bytes: host bytes of what layers take of the tokens of a prompt
+    looked_up_bytes: host bytes of the per-layer embeddings of a prompt
     """
 
     layer_bytes: tuple[int, ...]

@@ -305,8 +305,8 @@ class Execution:
             embedding = layout.views(arena.bytes)["embedding"]
             checkpoint.read("embedding", embedding)
         if not checkpoint.config.streams:
-            table = checkpoint.token_table()
-            return Ends(embedding, tensors["norm"], tensors["head"], token_inputs=table)
+            table = checkpoint.per_layer_table()
+            return Ends(embedding, tensors["norm"], tensors["head"], per_layer_inputs=table)
         mean = tensors["last_mix_down"], tensors["last_mix_up"]
         norm, table = tensors["last_mix_norm"], checkpoint.ngram_table()
         return Ends(embedding, norm, tensors["head"], mean, table)

@@ -10,7 +10,7 @@ import torch
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.parts.ngrams import NGramTable
-from triforce_core.model.parts.token_inputs import TokenTable
+from triforce_core.model.parts.per_layer_inputs import PerLayerTable
 from triforce_core.model.sharing.share import Share
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.linear import Weight
@@ -44,7 +44,7 @@ class Readable(Protocol):
 
     def ngram_table(self) -> NGramTable | None: ...
 
-    def token_table(self) -> TokenTable | None: ...
+    def per_layer_table(self) -> PerLayerTable | None: ...
 
     def shared(self, share: Share) -> Readable: ...
 

@@ -10,7 +10,7 @@ from typing import Any
 from triforce_core.model.feed_forward import Described, Shapes
 from triforce_core.model.heads.joins import Join
 from triforce_core.model.layers import Attention, LayerSpec, Mixer, NormKind, Recurrent
-from triforce_core.model.parts.specs import Keeps, NGrams, Streams, TokenInputs
+from triforce_core.model.parts.specs import Keeps, NGrams, PerLayerInputs, Streams
 from triforce_offload.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
@@ -228,26 +228,26 @@ class ModelConfig(Described):
         return next((spec.ngrams for spec in self.layers if spec.ngrams), None)
 
     @property
-    def token_inputs(self) -> TokenInputs | None:
-        """What each layer takes of its token, None if none does. All layers take the same."""
-        return self.layers[0].token_inputs
+    def per_layer_inputs(self) -> PerLayerInputs | None:
+        """The per-layer embeddings, None without any. All layers have them."""
+        return self.layers[0].per_layer_inputs
 
     @property
-    def token_columns(self) -> int:
-        """Numbers of a token in the table of `token_inputs`, 0 without one."""
-        return len(self.layers) * self.token_inputs.width if self.token_inputs else 0
+    def per_layer_columns(self) -> int:
+        """Numbers of a token in the table of `per_layer_inputs`, 0 without one."""
+        return len(self.layers) * self.per_layer_inputs.width if self.per_layer_inputs else 0
 
     @property
     def looks_up(self) -> bool:
         """Whether forwards read tables that stay in files."""
-        return bool(self.ngrams or self.token_inputs)
+        return bool(self.ngrams or self.per_layer_inputs)
 
     @cached_property
-    def borrowing_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that take keys and values of others for their own."""
+    def kv_reusing_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that use the keys and values of earlier ones."""
         mixers = [spec.mixer for spec in self.layers]
         return tuple(
-            i for i, each in enumerate(mixers) if isinstance(each, Attention) and each.borrows_keys
+            i for i, each in enumerate(mixers) if isinstance(each, Attention) and each.reuses_kv
         )
 
     @property

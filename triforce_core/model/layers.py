@@ -12,7 +12,7 @@ from enum import Enum
 from triforce_core.model.feed_forward import MLP, Described, Shapes
 from triforce_core.model.heads.joins import Join
 from triforce_core.model.parts.recurrent import DeltaNet, Mamba2, ShortConv
-from triforce_core.model.parts.specs import Indexer, Keeps, NGrams, Streams, TokenInputs
+from triforce_core.model.parts.specs import Indexer, Keeps, NGrams, PerLayerInputs, Streams
 from triforce_offload.errors import CheckpointError
 
 _MAX_HEAD_DIM = 1024
@@ -59,15 +59,15 @@ class Attention(Described):
     score_cap: scores x become score_cap * tanh(x / score_cap); None for no cap
     index: by which a token chooses what it attends to; None if it attends to all. In "qkv" its rows
         come last
-    lends_keys: whether later layers that see as much take its keys and values for their own
-    borrows_keys: whether it is one of these. Caches keep them once more for it
+    shares_kv: whether later layers, with a window or without as it is, use its keys and values
+    reuses_kv: whether it is one of these. Caches keep the keys and values once more for it
     """
 
     _NEWER = frozenset(
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
             *("value_norm", "projects_values", "output_gate", "head_gate", "sinks", "score_cap"),
-            *("index", "projects_keys", "lends_keys", "borrows_keys"),
+            *("index", "projects_keys", "shares_kv", "reuses_kv"),
         }
     )
 
@@ -90,8 +90,8 @@ class Attention(Described):
     sinks: bool = False
     score_cap: float | None = None
     index: Indexer | None = None
-    lends_keys: bool = False
-    borrows_keys: bool = False
+    shares_kv: bool = False
+    reuses_kv: bool = False
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -251,13 +251,13 @@ class LayerSpec(Described):
     joins: how it joins tokens with hidden states of another model, if the layer is a head
     streams: the residual streams, if there are several, in place of norms
     ngrams: embeddings that are added before the mixer, or None
-    token_inputs: what is added of its token after the MLP, or None
+    per_layer_inputs: the per-layer embeddings, which are added after the MLP, or None
     """
 
     _NEWER = frozenset(
         {
             *("norms", "residual_scale", "parallel", "output_scale", "joins", "streams", "ngrams"),
-            "token_inputs",
+            "per_layer_inputs",
         }
     )
 
@@ -270,7 +270,7 @@ class LayerSpec(Described):
     joins: Join | None = None
     streams: Streams | None = None
     ngrams: NGrams | None = None
-    token_inputs: TokenInputs | None = None
+    per_layer_inputs: PerLayerInputs | None = None
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
@@ -292,7 +292,7 @@ class LayerSpec(Described):
             **around["mlp"],
             **self.mlp.shapes(hidden),
             "mlp_norm": after if self.mlp.width else None,
-            **(self.token_inputs.shapes(hidden) if self.token_inputs else {}),
+            **(self.per_layer_inputs.shapes(hidden) if self.per_layer_inputs else {}),
             "output_scale": (1,) if self.output_scale else None,
         }
         found = {name: shape for name, shape in shapes.items() if shape is not None}

@@ -87,7 +87,7 @@ class AttentionMixer:
         if spec.projects_keys and not spec.projects_values:
             heads = torch.cat((heads, heads[:, spec.heads :]), 1)
         self._prepare(w, heads, batch)
-        if spec.lends_keys or spec.borrows_keys:
+        if spec.shares_kv or spec.reuses_kv:
             heads = self._shared(heads, batch)
         mixed = self._attended(w, heads, index, cache, batch)
         mixed = mixed.transpose(0, 1).reshape(batch.rows, -1)
@@ -98,14 +98,16 @@ class AttentionMixer:
         return mixed
 
     def _shared(self, heads: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Return queries, keys and values, after lending or borrowing the latter."""
-        lent, key = batch.carried.lent, (self._spec.window is not None, batch.first)
-        if self._spec.lends_keys:
+        """Return queries, keys and values, of which the latter are shared or those of an earlier
+        layer.
+        """
+        shared, key = batch.carried.shared_kv, (self._spec.window is not None, batch.first)
+        if self._spec.shares_kv:
             # Caches rotate keys in place.
-            lent[key] = heads[:, self._spec.heads :].clone()
+            shared[key] = heads[:, self._spec.heads :].clone()
             return heads
         # The processor may compute one of the layers.
-        return torch.cat((heads, moved(lent[key], heads.device).to(heads.dtype)), 1)
+        return torch.cat((heads, moved(shared[key], heads.device).to(heads.dtype)), 1)
 
     def _attended(
         self,

@@ -19,8 +19,12 @@ from triforce_core.model.mlps import mlp_layer
 from triforce_core.model.norms import Norm
 from triforce_core.model.parts.layers_of_streams import LayersOfStreams
 from triforce_core.model.parts.ngrams import NGramTable
+from triforce_core.model.parts.per_layer_inputs import (
+    PerLayerRows,
+    PerLayerTable,
+    add_per_layer_inputs,
+)
 from triforce_core.model.parts.streams import gated_mean, normed_streams
-from triforce_core.model.parts.token_inputs import TokenRows, TokenTable, add_token_inputs
 from triforce_core.model.rope import Rope
 from triforce_kernels.dispatch import HOST, TRITON, backend
 from triforce_kernels.elementwise import tanh
@@ -45,7 +49,7 @@ class Ends:
     mean: matrices of the gated mean of residual streams, which narrow and widen; None if there is
         one stream
     ngrams: the table of n-gram embeddings, or None
-    token_inputs: the table of what layers take of tokens, or None
+    per_layer_inputs: the table of per-layer embeddings, or None
     first: token of the first row, if ranks share the vocabulary
     widths: number of rows of each rank
     """
@@ -55,7 +59,7 @@ class Ends:
     head: Weight
     mean: tuple[Weight, Weight] | None = None
     ngrams: NGramTable | None = None
-    token_inputs: TokenTable | None = None
+    per_layer_inputs: PerLayerTable | None = None
     first: int = 0
     widths: Sequence[int] = ()
 
@@ -128,9 +132,9 @@ class Model:
     @property
     def embeds_apart(self) -> bool:
         """Whether a recorded forward takes embeddings instead of tokens: the host looks them up, or
-        what layers take of tokens, or ranks do, of which each may have its part in host memory.
+        per-layer embeddings, or ranks do, of which each may have its part in host memory.
         """
-        on_host = self.ends.embedding.device != self.device or self.config.token_inputs
+        on_host = self.ends.embedding.device != self.device or self.config.per_layer_inputs
         return self.ranks.count > 1 or bool(on_host)
 
     def forward(
@@ -196,13 +200,13 @@ class Model:
         return here.take(hidden)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings, scaled, and what layers take of tokens, if they do: [tokens,
+        """Return the embeddings, scaled, and those of all layers, if there are some: [tokens,
         embedded_width].
         """
         hidden = self._embedded(tokens)
-        if self.config.token_inputs is None:
+        if self.config.per_layer_inputs is None:
             return hidden
-        rows = self.ends.token_inputs.looked_up(tokens, hidden.dtype)
+        rows = self.ends.per_layer_inputs.looked_up(tokens, hidden.dtype)
         return torch.cat((hidden, rows.all().to(hidden.device)), 1)
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -229,7 +233,7 @@ class Model:
     @property
     def embedded_width(self) -> int:
         """Numbers of a token that `embed` returns."""
-        return self.config.hidden + self.config.token_columns
+        return self.config.hidden + self.config.per_layer_columns
 
     @property
     def state_width(self) -> int:
@@ -268,10 +272,10 @@ class Model:
 
         embedded: what `embed` returned; None to look it up
         """
-        config, table = self.config, self.ends.token_inputs
-        if config.token_inputs is None:
+        config, table = self.config, self.ends.per_layer_inputs
+        if config.per_layer_inputs is None:
             hidden = self.embed(batch.tokens) if embedded is None else embedded
-            return hidden, replace(batch, carried=Carried()) if config.borrowing_layers else batch
+            return hidden, replace(batch, carried=Carried()) if config.kv_reusing_layers else batch
         if embedded is None and batch.rows > FEW_ROWS:
             # A prompt's rows stay on the host until their layer takes them.
             hidden = self._embedded(batch.tokens)
@@ -279,8 +283,8 @@ class Model:
         else:
             # One copy to the device, for which the host waits, and not one for each layer.
             embedded = self.embed(batch.tokens) if embedded is None else embedded
-            hidden, whole = embedded.split((config.hidden, config.token_columns), 1)
-            rows = TokenRows(whole, config.token_inputs.width)
+            hidden, whole = embedded.split((config.hidden, config.per_layer_columns), 1)
+            rows = PerLayerRows(whole, config.per_layer_inputs.width)
         # Layers add to the hidden states in place.
         return hidden.clone(), replace(batch, carried=Carried(hidden, rows.of))
 
@@ -340,15 +344,15 @@ class Model:
             # No temporary has a name here, which would keep it longer than it is needed.
             self._add(index, w, hidden, mixer(w, self._projected(index, w, mixes), cache, batch))
         spec = self.config.layers[index]
-        if spec.token_inputs:
-            inputs = batch.carried.inputs(index, batch.first, batch.end)
+        if spec.per_layer_inputs:
+            inputs = batch.carried.per_layer(index, batch.first, batch.end)
             embedded = batch.carried.embedded[batch.first : batch.end]
             if inputs.device.type == "cpu":
                 # The host does not wait for the device.
                 inputs = put(inputs, hidden.device, hidden.dtype)
             # The processor may compute the layer.
             given = (moved(each, hidden.device).to(hidden.dtype) for each in (embedded, inputs))
-            add_token_inputs(w, self._norm, hidden, *given)
+            add_per_layer_inputs(w, self._norm, hidden, *given)
         if spec.output_scale:
             hidden *= w["output_scale"]
 

@@ -44,11 +44,10 @@ from triforce_core.plan.temporaries.workspace import (
 from triforce_core.settings import EXACT, INT4, OFF, SPLIT, MethodSettings
 from triforce_kernels.limits import (
     ALIGNED_KEYS,
-    EXPERT_TILE,
     FEW_ROWS,
     PARTS_BYTES,
-    SPLIT_TILE,
     WHOLE_ROWS,
+    most_tile_rows,
 )
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
@@ -275,7 +274,7 @@ class ModelSizes:
 
     @property
     def _looked_up_bytes(self) -> int:
-        """Host bytes of what layers take of a prompt's tokens."""
+        """Host bytes of the per-layer embeddings of a prompt."""
         return looked_up_bytes(self.config, self.max_context, self.dtype.itemsize)
 
     def _by_host(self, rows: int) -> bool:
@@ -292,9 +291,7 @@ class ModelSizes:
             return 0
         if self.same_bits:
             return self.max_context
-        if self.dtype.itemsize == 4:
-            return EXPERT_TILE
-        return SPLIT_TILE if self.weights.split else FEW_ROWS
+        return most_tile_rows(self.dtype.itemsize, split=self.weights.split)
 
     @property
     def _largest(self) -> int:

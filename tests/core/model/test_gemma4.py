@@ -52,15 +52,15 @@ def test_a_published_config() -> None:
 
 def test_published_configs_of_the_small_models() -> None:
     config = from_hf(RECENT["gemma4-e2b"], {})
-    assert config.borrowing_layers == tuple(range(15, 35))
-    lending = [i for i, spec in enumerate(config.layers) if spec.mixer.lends_keys]
-    assert lending == [13, 14]
-    assert [config.layers[i].mixer.window for i in lending] == [512, None]
+    assert config.kv_reusing_layers == tuple(range(15, 35))
+    sharing = [i for i, spec in enumerate(config.layers) if spec.mixer.shares_kv]
+    assert sharing == [13, 14]
+    assert [config.layers[i].mixer.window for i in sharing] == [512, None]
     assert [config.layers[i].mlp.width for i in (14, 15)] == [6144, 12288]
-    assert (config.kv_layers, config.token_columns) == (tuple(range(4, 35, 5)), 35 * 256)
+    assert (config.kv_layers, config.per_layer_columns) == (tuple(range(4, 35, 5)), 35 * 256)
     assert config.layers[34].mixer.shapes(1536)["qkv"] == (8 * 512, 1536)
     larger = from_hf(RECENT["gemma4-e4b"], {})
-    assert larger.borrowing_layers == tuple(range(24, 42))
+    assert larger.kv_reusing_layers == tuple(range(24, 42))
     assert {spec.mlp.width for spec in larger.layers} == {10240}
 
 

@@ -55,7 +55,7 @@ RANKED += ("mistral4-moe", "mellum-moe", "hyperclovax")
 RANKED += ("arcee", "exaone_moe-moe", "hy_v3-moe", "flex_olmo-moe")
 # Gates of columns that are stored apart, and of heads.
 RANKED += ("afmoe-moe", "lfm3")
-# Every rank computes what layers take of tokens.
+# Every rank computes per-layer embeddings.
 RANKED += ("gemma4-small",)
 
 

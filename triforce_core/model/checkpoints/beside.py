@@ -37,13 +37,13 @@ def of_drafts(config: ModelConfig, further: object, prefixes: Sequence[str]) -> 
     return tuple(f"{prefix}{layer}." for prefix in prefixes for layer in layers)
 
 
-def of_borrowers(config: ModelConfig) -> tuple[str, ...]:
-    """Return with what the names of keys and values begin in layers that take those of others. Some
+def of_reused_kv(config: ModelConfig) -> tuple[str, ...]:
+    """Return with what the names of keys and values begin in layers that use those of others. Some
     files hold them.
     """
     names = [f"{prefix}{{}}.self_attn.{part}" for prefix in LAYER_PREFIXES for part in ("k_", "v_")]
     names += ["blk.{}.attn_k", "blk.{}.attn_v"]
-    return tuple(name.format(layer) for layer in config.borrowing_layers for name in names)
+    return tuple(name.format(layer) for layer in config.kv_reusing_layers for name in names)
 
 
 def text_alone(path: Path, config: ModelConfig, held: Collection[str]) -> ModelConfig:

@@ -13,8 +13,8 @@ from triforce_core.model.checkpoints.beside import (
     LAYER_PREFIXES,
     OF_LAYERS,
     UNUSED,
-    of_borrowers,
     of_drafts,
+    of_reused_kv,
     text_alone,
 )
 from triforce_core.model.checkpoints.gguf_config import gguf_config
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     import torch
 
     from triforce_core.model.parts.ngrams import NGramTable
-    from triforce_core.model.parts.token_inputs import TokenTable
+    from triforce_core.model.parts.per_layer_inputs import PerLayerTable
     from triforce_kernels.weights.block_types import BlockType
     from triforce_kernels.weights.linear import Weight
 
@@ -150,16 +150,16 @@ class Checkpoint:
         spec = self.config.ngrams
         return spec and table_of(self._source, spec, self._tables)
 
-    def token_table(self) -> TokenTable | None:
-        """Return the table of what layers take of tokens, which is read while the checkpoint is
-        open; None without one.
+    def per_layer_table(self) -> PerLayerTable | None:
+        """Return the table of per-layer embeddings, which is read while the checkpoint is open;
+        None without one.
         """
-        from triforce_core.model.parts.token_inputs import TokenTable
+        from triforce_core.model.parts.per_layer_inputs import PerLayerTable
 
-        if (inputs := self.config.token_inputs) is None:
+        if (inputs := self.config.per_layer_inputs) is None:
             return None
-        (piece,) = self._names("token_table")
-        return TokenTable(inputs.width, self._source.rows(piece.name))
+        (piece,) = self._names("per_layer_table")
+        return PerLayerTable(inputs.width, self._source.rows(piece.name))
 
     @property
     def _tables(self) -> list[str]:
@@ -306,8 +306,8 @@ class Checkpoint:
             "embedding": (config.vocab, config.hidden),
             **config.last_shapes,
         }
-        if config.token_inputs:
-            shapes["token_table"] = (config.vocab, config.token_columns)
+        if config.per_layer_inputs:
+            shapes["per_layer_table"] = (config.vocab, config.per_layer_columns)
         if not config.tied:
             shapes["head"] = (config.vocab, config.hidden)
         for layer, spec in enumerate(config.layers):
@@ -358,7 +358,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         names = hf_names(config, source.names())
         further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
         drafts = of_drafts(config, further, LAYER_PREFIXES)
-        drafts += of_borrowers(config)
+        drafts += of_reused_kv(config)
         return Checkpoint(path, config, source, names, unused=drafts, checked=checked)
     if not is_gguf(path):
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
@@ -382,7 +382,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         names,
         factors,
         source.metadata,
-        unused=drafts + of_borrowers(config),
+        unused=drafts + of_reused_kv(config),
         checked=checked,
     )
 

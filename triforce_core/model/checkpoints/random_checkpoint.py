@@ -12,7 +12,7 @@ import torch
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import NormKind
 from triforce_core.model.parts.ngrams import NGramTable
-from triforce_core.model.parts.token_inputs import TokenTable
+from triforce_core.model.parts.per_layer_inputs import PerLayerTable
 from triforce_core.model.sharing.share import Share
 from triforce_kernels.weights.stored import SplitWeight, is_split
 from triforce_offload.checkpoint.reading import read_into
@@ -86,12 +86,12 @@ class RandomCheckpoint:
         spec = self.config.ngrams
         return spec and NGramTable(spec, [_RandomRows(self, (sum(spec.sizes), spec.width))])
 
-    def token_table(self) -> TokenTable | None:
+    def per_layer_table(self) -> PerLayerTable | None:
         config = self.config
-        if config.token_inputs is None:
+        if config.per_layer_inputs is None:
             return None
-        rows = _RandomRows(self, (config.vocab, config.token_columns))
-        return TokenTable(config.token_inputs.width, rows)
+        rows = _RandomRows(self, (config.vocab, config.per_layer_columns))
+        return PerLayerTable(config.per_layer_inputs.width, rows)
 
     def shared(self, share: Share) -> RandomCheckpoint:
         return RandomCheckpoint(share.config)

@@ -11,7 +11,7 @@ from triforce_core.model.families.reading.fields import Fields
 from triforce_core.model.families.reading.windows import windows
 from triforce_core.model.feed_forward import Activation, ExpertsBeside
 from triforce_core.model.layers import LayerSpec, NormKind, Norms
-from triforce_core.model.parts.specs import TokenInputs
+from triforce_core.model.parts.specs import PerLayerInputs
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 
@@ -82,8 +82,8 @@ def _with_shared_keys(fields: Fields, layers: list[LayerSpec]) -> Layers:
     own = len(layers) - sharing
     if not sharing:
         return tuple(layers)
-    lenders = {spec.mixer.window: index for index, spec in enumerate(layers[: max(own, 0)])}
-    if {spec.mixer.window for spec in layers} - lenders.keys():
+    sources = {spec.mixer.window: index for index, spec in enumerate(layers[: max(own, 0)])}
+    if {spec.mixer.window for spec in layers} - sources.keys():
         raise CheckpointError(
             f"{fields.source}: num_kv_shared_layers ({sharing}) leaves no layer of each kind with "
             f"keys of its own, of {len(layers)}"
@@ -92,11 +92,11 @@ def _with_shared_keys(fields: Fields, layers: list[LayerSpec]) -> Layers:
 
     def shared(index: int, spec: LayerSpec) -> LayerSpec:
         if index < own:
-            lends = index in lenders.values()
-            return replace(spec, mixer=replace(spec.mixer, lends_keys=lends))
+            shares = index in sources.values()
+            return replace(spec, mixer=replace(spec.mixer, shares_kv=shares))
         dense = "shared" if isinstance(spec.mlp, ExpertsBeside) else "width"
         mlp = replace(spec.mlp, **{dense: wider * getattr(spec.mlp, dense)})
-        return replace(spec, mixer=replace(spec.mixer, **_BORROWS), mlp=mlp)
+        return replace(spec, mixer=replace(spec.mixer, **_REUSES_KV), mlp=mlp)
 
     return tuple(shared(index, spec) for index, spec in enumerate(layers))
 
@@ -121,7 +121,9 @@ def _gemma4_layer(fields: Fields, window: int | None, full: Mapping[str, Any]) -
             f"{fields.source}: hidden_size_per_layer_input ({width}) is supported with a "
             "hidden_activation of 'gelu_pytorch_tanh' alone"
         )
-    return replace(spec, output_scale=True, token_inputs=TokenInputs(width) if width else None)
+    return replace(
+        spec, output_scale=True, per_layer_inputs=PerLayerInputs(width) if width else None
+    )
 
 
 def _experts_beside(fields: Fields) -> ExpertsBeside:
@@ -168,9 +170,9 @@ def _scales(fields: Fields) -> dict[str, float | None]:
 
 
 # Of a layer whose keys and values are another's.
-_BORROWS = {
+_REUSES_KV = {
     **dict.fromkeys(("projects_keys", "projects_values", "value_norm"), False),
-    "borrows_keys": True,
+    "reuses_kv": True,
 }
 # What transformers' configs take for fields that are not there.
 _SAME = {

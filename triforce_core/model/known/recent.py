@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from triforce_core.model.families.reading.windows import FULL, SLIDING
 from triforce_core.model.known.sparse import GEMMA4, SPARSE
 
 MISTRAL_SMALL = {
@@ -39,7 +40,6 @@ _GEMMA4_SMALL = GEMMA4 | {
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
 }
-_WINDOW, _FULL = "sliding_attention", "full_attention"
 # The text part of Qwen3.5 and its successors, whose other fields have their defaults.
 _QWEN3_5 = {
     "model_type": "qwen3_5_text",
@@ -174,7 +174,7 @@ RECENT: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 1,
         "num_kv_shared_layers": 20,
         "use_double_wide_mlp": True,
-        "layer_types": [_FULL if index % 5 == 4 else _WINDOW for index in range(35)],
+        "layer_types": [FULL if index % 5 == 4 else SLIDING for index in range(35)],
     },
     "gemma4-e4b": _GEMMA4_SMALL
     | {
@@ -184,7 +184,7 @@ RECENT: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "num_kv_shared_layers": 18,
         "use_double_wide_mlp": False,
-        "layer_types": [_FULL if index % 6 == 5 else _WINDOW for index in range(42)],
+        "layer_types": [FULL if index % 6 == 5 else SLIDING for index in range(42)],
     },
     "gemma4-12b": GEMMA4
     | {

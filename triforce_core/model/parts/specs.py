@@ -100,10 +100,10 @@ class NGrams:
 
 
 @dataclass(frozen=True)
-class TokenInputs:
-    """What each layer takes of its token beside the hidden states (per-layer embeddings; Gemma 3n,
-    2025, and Gemma 4): a row of a table, and a projection of the token's embedding. A projection of
-    the hidden states gates them, and what becomes of it is added after the MLP.
+class PerLayerInputs:
+    """Per-layer embeddings (Gemma 3n, 2025, and Gemma 4): for each layer a token has a row of a
+    table, to which a projection of its embedding is added. A projection of the hidden states gates
+    their sum, and a projection of the result is added after the MLP.
 
     width: numbers of a row in each layer
     """
@@ -113,11 +113,11 @@ class TokenInputs:
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the tensors in a layer; the table is apart."""
         return {
-            "token_mix": (self.width, hidden),
-            "token_mix_norm": (self.width,),
-            "token_gate": (self.width, hidden),
-            "token_up": (hidden, self.width),
-            "token_norm": (hidden,),
+            "per_layer_mix": (self.width, hidden),
+            "per_layer_mix_norm": (self.width,),
+            "per_layer_gate": (self.width, hidden),
+            "per_layer_up": (hidden, self.width),
+            "per_layer_norm": (hidden,),
         }
 
 

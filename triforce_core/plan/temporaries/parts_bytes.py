@@ -40,25 +40,25 @@ def streams_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
 
 def carried_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     """Return the bytes of what the layers of a forward have beside hidden states: embeddings, keys
-    and values that some layers take of others, and of few rows what all layers take of tokens.
+    and values that some layers use of others, and of few rows per-layer embeddings.
     """
-    lent = sum(
+    shared = sum(
         spec.mixer.kept
         for spec in config.layers
-        if isinstance(spec.mixer, Attention) and spec.mixer.lends_keys
+        if isinstance(spec.mixer, Attention) and spec.mixer.shares_kv
     )
-    inputs = min(tokens, FEW_ROWS) * config.token_columns * 2
-    embedded = config.hidden if config.token_inputs else 0
-    return (tokens * (lent + embedded) + inputs) * itemsize
+    inputs = min(tokens, FEW_ROWS) * config.per_layer_columns * 2
+    embedded = config.hidden if config.per_layer_inputs else 0
+    return (tokens * (shared + embedded) + inputs) * itemsize
 
 
 def looked_up_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
-    """Return the bytes of what all layers take of tokens, where it is looked up: of all different
-    tokens, and of some at a time as they are stored and decoded.
+    """Return the bytes of per-layer embeddings, where they are looked up: of all different tokens,
+    and of some at a time as they are stored and decoded.
     """
     different = min(tokens, config.vocab)
     at_once = min(different, LOOKED_UP_AT_ONCE) * _LOOKING_UP_BYTES
-    return config.token_columns * (different * itemsize + at_once)
+    return config.per_layer_columns * (different * itemsize + at_once)
 
 
 def capped_bytes(mixer: Attention, rows: int, text_tokens: int) -> int:

@@ -294,8 +294,8 @@ def graph_bytes(
     """
     temporaries = forward_bytes(config, tokens, itemsize, text_tokens)
     temporaries += running_bytes(config, tokens, splits)
-    # Of each size, what all layers take of its tokens.
-    inputs = 4 * tokens * config.token_columns * itemsize
+    # Of each size, the per-layer embeddings of its tokens.
+    inputs = 4 * tokens * config.per_layer_columns * itemsize
     return temporaries + 12 * tokens * config.width * itemsize + inputs
 
 

@@ -64,7 +64,7 @@ def _parameters(config: ModelConfig) -> int:
     outside = config.vocab * config.hidden * (1 if config.tied else 2)
     if table := config.ngrams:
         outside += sum(table.sizes) * table.width
-    outside += config.vocab * config.token_columns
+    outside += config.vocab * config.per_layer_columns
     parts = [config.last_shapes, *(spec.shapes(config.hidden) for spec in config.layers)]
     return outside + sum(math.prod(shape) for part in parts for shape in part.values())
 

@@ -93,10 +93,10 @@ def _of_target(config: ModelConfig, width: int, target: ModelConfig, where: str)
         )
     if any(spec.mlp.active for spec in config.layers):
         raise UnsupportedModelError(f"{where}: an assistant with experts is not supported")
-    if config.token_inputs:
+    if inputs := config.per_layer_inputs:
         raise UnsupportedModelError(
-            f"{where}: hidden_size_per_layer_input ({config.token_inputs.width}) is not supported "
-            "in an assistant"
+            f"{where}: hidden_size_per_layer_input ({inputs.width}) is not supported in an "
+            "assistant"
         )
     if not config.tied:
         raise UnsupportedModelError(
@@ -158,7 +158,7 @@ def _of_rope(rope: RopeConfig) -> str:
 def _sharing(spec: LayerSpec, join: Assistant) -> LayerSpec:
     """Return a layer that attends to the model's keys."""
     mixer = replace(spec.mixer, projects_keys=False, projects_values=False, value_norm=False)
-    return replace(spec, mixer=replace(mixer, lends_keys=False), joins=join)
+    return replace(spec, mixer=replace(mixer, shares_kv=False), joins=join)
 
 
 def typical_assistant(target: ModelConfig) -> ModelConfig:

@@ -18,10 +18,10 @@ from triforce_core.model.checkpoints.naming.latent import latent_pieces
 from triforce_core.model.checkpoints.naming.parts import (
     index_pieces,
     ngram_pieces,
+    per_layer_pieces,
+    per_layer_slice,
     stream_pieces,
     streams_around,
-    token_pieces,
-    token_slice,
 )
 from triforce_core.model.checkpoints.naming.pieces import (
     Change,
@@ -104,9 +104,9 @@ def _named(
         at = next(index for index, spec in enumerate(config.layers) if spec.ngrams)
         tables = [ends["last"] + name for name in naming.parts.tables]
         whole["ngrams"] = [Piece(name, 0) for name in table_names(held, tables, at)]
-    shared = {part: ends["last"] + name for part, name in naming.parts.of_inputs}
-    if config.token_inputs:
-        whole["token_table"] = [Piece(shared["token_table"], config.vocab)]
+    shared = {part: ends["last"] + name for part, name in naming.parts.of_all_layers}
+    if config.per_layer_inputs:
+        whole["per_layer_table"] = [Piece(shared["per_layer_table"], config.vocab)]
     parts = {spec: _layer_pieces(spec, config, naming) for spec in config.distinct_layers}
     blocks = naming.blocks(config.layers)
 
@@ -117,7 +117,7 @@ def _named(
         spec, number = config.layers[int(layer)], blocks[int(layer)]
         if part in shared:
             of_all = config.hidden, shared[part], int(layer), len(config.layers)
-            return [token_slice(part, spec.token_inputs, *of_all)]
+            return [per_layer_slice(part, spec.per_layer_inputs, *of_all)]
         if naming.apart and part in ("post_norm", *spec.mlp.shapes(config.hidden)):
             number += 1
         return [
@@ -142,7 +142,7 @@ def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[
     around = streams_around(spec.streams, hidden)
     parts |= stream_pieces(around, naming.parts, change)
     parts |= ngram_pieces(spec.ngrams, hidden, naming.parts, change)
-    parts |= token_pieces(spec.token_inputs, hidden, naming.parts)
+    parts |= per_layer_pieces(spec.per_layer_inputs, hidden, naming.parts)
     for part, name in naming.norms.items():
         rows = spec.shapes(hidden).get(part, (0,))[0]
         parts[part] = [Piece(f"{name}.weight", rows, change=change)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from triforce_core.model.checkpoints.naming.pieces import Change, Piece, head_order, pieces_of
-from triforce_core.model.parts.specs import Indexer, NGrams, Streams, TokenInputs
+from triforce_core.model.parts.specs import Indexer, NGrams, PerLayerInputs, Streams
 from triforce_offload.checkpoint.source import Corner
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ class PartNames:
         that; and what it is around, by our names
     ngrams: of each tensor of n-gram embeddings in a layer, by ours
     tables: of the table of n-grams, or of its parts in order, with a place for their numbers
-    inputs: of each tensor of what a layer takes of its token, by ours
-    of_inputs: likewise, of tensors with the parts of all layers; and their table
+    per_layer: of each tensor of per-layer embeddings in a layer, by ours
+    of_all_layers: likewise, of tensors with the parts of all layers, and of the table
     index: of the index's projections, of queries and of vectors, apart or as one tensor
     index_norms: of the norms of its queries and of its vectors
     """
@@ -31,8 +31,8 @@ class PartNames:
     around: tuple[tuple[str, str], ...]
     ngrams: tuple[tuple[str, str], ...]
     tables: tuple[str, ...]
-    inputs: tuple[tuple[str, str], ...]
-    of_inputs: tuple[tuple[str, str], ...]
+    per_layer: tuple[tuple[str, str], ...]
+    of_all_layers: tuple[tuple[str, str], ...]
     index: tuple[str, ...]
     index_norms: tuple[str, str]
 
@@ -66,15 +66,15 @@ HF_PARTS = PartNames(
         "layers.{layer}.ple.ple_embedding.ngram_embedding.weight",
         "layers.{layer}.ple.ple_embedding.ngram_embedding.shard_{part}.weight",
     ),
-    inputs=(
-        ("token_gate", "per_layer_input_gate.weight"),
-        ("token_up", "per_layer_projection.weight"),
-        ("token_norm", "post_per_layer_input_norm.weight"),
+    per_layer=(
+        ("per_layer_gate", "per_layer_input_gate.weight"),
+        ("per_layer_up", "per_layer_projection.weight"),
+        ("per_layer_norm", "post_per_layer_input_norm.weight"),
     ),
-    of_inputs=(
-        ("token_mix", "per_layer_model_projection.weight"),
-        ("token_mix_norm", "per_layer_projection_norm.weight"),
-        ("token_table", "embed_tokens_per_layer.weight"),
+    of_all_layers=(
+        ("per_layer_mix", "per_layer_model_projection.weight"),
+        ("per_layer_mix_norm", "per_layer_projection_norm.weight"),
+        ("per_layer_table", "embed_tokens_per_layer.weight"),
     ),
     index=("self_attn.indexer.index_qk_proj.weight",),
     index_norms=(
@@ -99,15 +99,15 @@ GGUF_PARTS = PartNames(
         ("ngram_conv", "ple_conv1d.weight"),
     ),
     tables=("per_layer_token_embd.weight",),
-    inputs=(
-        ("token_gate", "inp_gate.weight"),
-        ("token_up", "proj.weight"),
-        ("token_norm", "post_norm.weight"),
+    per_layer=(
+        ("per_layer_gate", "inp_gate.weight"),
+        ("per_layer_up", "proj.weight"),
+        ("per_layer_norm", "post_norm.weight"),
     ),
-    of_inputs=(
-        ("token_mix", "per_layer_model_proj.weight"),
-        ("token_mix_norm", "per_layer_proj_norm.weight"),
-        ("token_table", "per_layer_token_embd.weight"),
+    of_all_layers=(
+        ("per_layer_mix", "per_layer_model_proj.weight"),
+        ("per_layer_mix_norm", "per_layer_proj_norm.weight"),
+        ("per_layer_table", "per_layer_token_embd.weight"),
     ),
     index=("indexer.q_proj.weight", "indexer.k_proj.weight"),
     index_norms=("indexer.q_norm.weight", "indexer.k_norm.weight"),
@@ -148,21 +148,21 @@ def ngram_pieces(
     }
 
 
-def token_pieces(
-    inputs: TokenInputs | None, hidden: int, names: PartNames
+def per_layer_pieces(
+    inputs: PerLayerInputs | None, hidden: int, names: PartNames
 ) -> dict[str, list[Piece]]:
-    """Return the pieces of the tensors in a layer of what it takes of its token."""
+    """Return the pieces of the tensors of per-layer embeddings in a layer."""
     if inputs is None:
         return {}
     shapes = inputs.shapes(hidden)
-    return {part: [Piece(name, shapes[part][0])] for part, name in names.inputs}
+    return {part: [Piece(name, shapes[part][0])] for part, name in names.per_layer}
 
 
-def token_slice(
-    part: str, inputs: TokenInputs, hidden: int, name: str, layer: int, layers: int
+def per_layer_slice(
+    part: str, inputs: PerLayerInputs, hidden: int, name: str, layer: int, layers: int
 ) -> Piece:
     """Return a layer's part of a tensor that has those of all. name: of the tensor"""
-    if part == "token_mix_norm":
+    if part == "per_layer_mix_norm":
         return Piece(name, inputs.width)
     whole = (layers * inputs.width, hidden)
     return Piece(name, inputs.width, corner=Corner(layer * inputs.width, 0), whole=whole)

@@ -45,10 +45,9 @@ from triforce_core.plan.simulation.costs.launches import (
 )
 from triforce_core.plan.simulation.costs.products import Product, integer_seconds
 from triforce_kernels.limits import (
-    EXPERT_TILE,
     FEW_ROWS,
-    SPLIT_TILE,
     expert_tile,
+    most_tile_rows,
     rows_in_tiles,
 )
 from triforce_offload.kv.shape import KVShape
@@ -160,10 +159,9 @@ class Costs:
 
     @property
     def _most_tile(self) -> int:
-        """Rows that a program multiplies by an expert at a time, at most (`experts.grouped`)."""
-        if self.dtype.itemsize == 4:
-            return EXPERT_TILE
-        return SPLIT_TILE if self.matrices.experts_read is Read.SPLIT_BF16 else FEW_ROWS
+        """Rows that a program multiplies by an expert at a time, at most."""
+        split = self.matrices.experts_read is Read.SPLIT_BF16
+        return most_tile_rows(self.dtype.itemsize, split=split)
 
     def attend(
         self,

@@ -14,20 +14,16 @@ def prefill_seconds(costs: Costs, tokens: int) -> float:
     config, hardware = costs.config, costs.hardware
     layers, (whole, rest) = len(config.layers), divmod(tokens, PREFILL_CHUNK)
     chunks = [(whole, PREFILL_CHUNK), *([(1, rest)] if rest else [])]
-    launches = (
-        layers
-        * hardware.launch_seconds
-        * sum(
-            count * (costs.launches.layer + costs.expert_launches(rows)) for count, rows in chunks
-        )
-    )
+    each, further = costs.launches.layer, costs.expert_launches
+    launches = layers * sum(count * (each + further(rows)) for count, rows in chunks)
+    launching = launches * hardware.launch_seconds
     work = costs.head(1) + (2 * layers + 1) * costs.all_reduce(tokens)
     if not hardware.asynchronous:
-        return work + prefill_flops(config, tokens) / hardware.flops_per_second + launches
+        return work + prefill_flops(config, tokens) / hardware.flops_per_second + launching
     work += layers * sum(count * _products(costs, rows) for count, rows in chunks)
     work += mixing_flops(config, tokens) / hardware.flops_per_second
     # The GPU computes while the host launches.
-    return max(work, launches)
+    return max(work, launching)
 
 
 def _products(costs: Costs, rows: int) -> float:

@@ -1,12 +1,11 @@
-"""Computation of what layers take of their tokens, and the table that it is looked up in."""
+"""Computation of per-layer embeddings, and the table that they are looked up in."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 
 from triforce_core.model.norms import Norm
+from triforce_core.model.parts.ngrams import Rows
 from triforce_kernels.layer import geglu
 from triforce_kernels.limits import LOOKED_UP_AT_ONCE
 from triforce_kernels.weights.linear import linear
@@ -14,17 +13,7 @@ from triforce_offload.link.waiting import come
 from triforce_offload.weights.layouts import Views
 
 
-class Rows(Protocol):
-    """Rows of a table."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def lookup(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return rows as numbers, [rows, columns]. rows: [rows] int64 on the host"""
-
-
-class TokenRows:
+class PerLayerRows:
     """Numbers of tokens for all layers, one layer after another."""
 
     def __init__(self, rows: torch.Tensor, width: int, places: torch.Tensor | None = None) -> None:
@@ -48,7 +37,7 @@ class TokenRows:
         return self._rows if self._places is None else self._rows[self._places]
 
 
-class TokenTable:
+class PerLayerTable:
     """A row for each token, with the numbers of one layer after another. It stays in its file."""
 
     def __init__(self, width: int, rows: Rows) -> None:
@@ -56,7 +45,7 @@ class TokenTable:
         self._width = width
         self._rows = rows
 
-    def looked_up(self, tokens: torch.Tensor, dtype: torch.dtype) -> TokenRows:
+    def looked_up(self, tokens: torch.Tensor, dtype: torch.dtype) -> PerLayerRows:
         """Return the rows of tokens, on the host. Raises LinkError or CheckpointError."""
         wanted, places = come(tokens).cpu().unique(return_inverse=True)
         # As transformers' embeddings of Gemma, the factor is rounded to their dtype.
@@ -65,19 +54,19 @@ class TokenTable:
         parts = (each.split(LOOKED_UP_AT_ONCE) for each in (wanted, found))
         for rows, into in zip(*parts, strict=True):
             torch.mul(self._rows.lookup(rows, dtype), scale, out=into)
-        return TokenRows(found, self._width, places)
+        return PerLayerRows(found, self._width, places)
 
 
-def add_token_inputs(
+def add_per_layer_inputs(
     w: Views, norm: Norm, hidden: torch.Tensor, embedded: torch.Tensor, rows: torch.Tensor
 ) -> None:
-    """Add what a layer takes of its tokens to the hidden states after its MLP, [rows, hidden], in
-    place (transformers, `Gemma4TextModel.project_per_layer_inputs`).
+    """Add per-layer embeddings to the hidden states after the MLP, [rows, hidden], in place
+    (transformers, `Gemma4TextModel.project_per_layer_inputs`).
 
     embedded: embeddings of the tokens, [rows, hidden]
     rows: those of the layer's table, [rows, width]
     """
-    mixed = linear(embedded, w["token_mix"]) * embedded.shape[1] ** -0.5
-    inputs = (norm(mixed, w["token_mix_norm"]) + rows) * 2.0**-0.5
-    gated = geglu(torch.cat((linear(hidden, w["token_gate"]), inputs), 1))
-    hidden += norm(linear(gated, w["token_up"]), w["token_norm"])
+    mixed = linear(embedded, w["per_layer_mix"]) * embedded.shape[1] ** -0.5
+    inputs = (norm(mixed, w["per_layer_mix_norm"]) + rows) * 2.0**-0.5
+    gated = geglu(torch.cat((linear(hidden, w["per_layer_gate"]), inputs), 1))
+    hidden += norm(linear(gated, w["per_layer_up"]), w["per_layer_norm"])
