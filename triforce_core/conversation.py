@@ -37,13 +37,15 @@ class Conversations:
         messages: str | Messages,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        begun: str = "",
     ) -> Turn:
         """Render and encode messages, ready for the model's answer.
 
         variables, tools: see `Tokenizer.render`
+        begun: text with which the answer begins
         Raises UsageError.
         """
-        text = self._tokenizer.render(messages, variables, tools)
+        text = self._tokenizer.render(messages, variables, tools) + begun
         begun = [known for known in tuple(self._known) if text.startswith(known.text)]
         known = max(begun, key=lambda each: len(each.text), default=Turn("", []))
         rest = text[len(known.text) :]

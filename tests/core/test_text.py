@@ -53,8 +53,8 @@ def test_a_stop_ends_the_text_where_it_begins(stops, text: str, at_once: int) ->
     pieces = []
     for first in range(0, len(ids), at_once):
         for some in stream.portions(ids[first : first + at_once]):
-            if not stream.stopped:
+            if stream.stop is None:
                 pieces.append(stream.push(some))
     pieces.append(stream.finish())
-    assert stream.stopped == bool(found)
+    assert (stream.stop is not None) == bool(found)
     assert "".join(pieces) == stream.text == expected

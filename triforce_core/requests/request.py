@@ -193,7 +193,7 @@ class Request:
         pieces, used = pieces_of(self._text, taken, step, logprobs, self._untold)
         self._tokens += taken[:used]
         self._logprobs += logprobs[:used]
-        if ended or self._text.stopped:
+        if ended or self._text.stop is not None:
             self.reason = "stop"
         elif len(self._tokens) >= self._params.max_new_tokens:
             self.reason = "length"
@@ -225,7 +225,7 @@ class Request:
         last: list[Piece | Completion] = []
         if piece := text.finish():
             last.append(Piece(piece, "plain", tuple(untold)))
-        elif text.stopped and untold:
+        elif text.stop is not None and untold:
             # Drop the log-probabilities of the stop text, which is not part of the output.
             del self._logprobs[-len(untold) :]
         return [*last, self._completion(ranks)]
@@ -276,7 +276,8 @@ class Request:
     def _completion(self, more: dict[str, Any]) -> Completion:
         """Return a Completion with the output so far. more: additional stats"""
         stats = self._own_stats() | more
-        return Completion(self._tokens, self._text.text, self.reason, stats, self._logprobs)
+        text = self._text
+        return Completion(self._tokens, text.text, self.reason, stats, self._logprobs, text.stop)
 
     def _own_stats(self) -> dict[str, Any]:
         models, sequence = self._context.models, self._context.sequence

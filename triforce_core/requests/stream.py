@@ -35,6 +35,7 @@ class Completion:
     finish_reason: "stop", "length" or "interrupted"; "error" if the stream raised an error
     stats: see docs/stats.md
     logprobs: log-probabilities of each token, if requested
+    stop: the stop text that ended the text, or None
     """
 
     token_ids: list[int]
@@ -42,6 +43,7 @@ class Completion:
     finish_reason: str
     stats: dict[str, Any]
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    stop: str | None = None
 
     def __repr__(self) -> str:
         """Return a line: the beginning of the text, how many tokens it has and how it ended."""
@@ -169,6 +171,6 @@ def pieces_of(
             if piece := text.push(some):
                 pieces.append(Piece(piece, origin, tuple(untold)))
                 untold.clear()
-            if text.stopped:
+            if text.stop is not None:
                 return pieces, used
     return pieces, used

@@ -18,7 +18,7 @@ class TextStream:
     step decodes only the last words again.
 
     text: all text that was returned so far
-    stopped: whether a stop text occurred
+    stop: the stop text that occurred, or None
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class TextStream:
         # Text that may be the beginning of a stop text.
         self._held = ""
         self.text = ""
-        self.stopped = False
+        self.stop: str | None = None
 
     def portions(self, tokens: list[int]) -> Iterator[list[int]]:
         """Yield tokens in the portions to `push`: one by one if it matters which token ends the
@@ -81,13 +81,14 @@ class TextStream:
         return piece
 
     def _until_stop(self, piece: str) -> str:
-        if self.stopped:
+        if self.stop is not None:
             return ""
         whole = self._held + piece
-        found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := whole.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return whole[: min(found)]
+            at, self.stop = min(found)
+            self._held = ""
+            return whole[:at]
         held = max(_begun(whole, stop) for stop in self._stops)
         self._held = whole[len(whole) - held :]
         return whole[: len(whole) - held]

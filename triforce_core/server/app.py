@@ -20,6 +20,7 @@ from triforce_core.server.guard import BodyTooLargeError, Guard, in_form, too_la
 from triforce_core.server.messages.sentences import sentence
 from triforce_core.server.metrics import Metrics
 from triforce_core.server.page_html import page_html
+from triforce_core.server.routes.anthropic import anthropic_routes
 from triforce_core.server.routes.ollama import ollama_routes
 from triforce_core.server.routes.openai import openai_routes
 from triforce_core.server.settings import ServerSettings
@@ -63,6 +64,7 @@ def make_app(
     _add_health(app, worker, settings, metrics)
     asking = Asking(worker, settings)
     app.include_router(openai_routes(asking))
+    app.include_router(anthropic_routes(asking))
     app.include_router(ollama_routes(asking, files))
     return app
 

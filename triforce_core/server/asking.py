@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from triforce_core.conversation import Turn
 from triforce_core.params import SamplingParams, checked
+from triforce_core.requests.answer.channels import CHANNEL
 from triforce_core.requests.answer.parts import Split
 from triforce_core.requests.answer.reasoning import variables
 from triforce_core.requests.answer.split import format_of, split_of
@@ -45,13 +46,7 @@ class Asking:
         self, request: Request, body: ChatRequest, wording_of: Callable[[NewSplit], Wording]
     ) -> Response:
         """Answer messages. wording_of: the wording for a splitter of the answer"""
-        self.check(body.model)
-        uses, messages = body.tool_use, body.template_messages
-        texts = [each["content"] for each in messages]
-        texts += [json.dumps(each["tool_calls"]) for each in messages if "tool_calls" in each]
-        self._check_length([*texts, json.dumps(uses.described)], len(messages))
-        given = variables(self.settings.reasoning) | body.template_variables
-        turn = await self._prepared(lambda: self._turn(messages, given, uses))
+        uses, turn = body.tool_use, await self.turn(body)
         asked = Asked(turn, True, body.owner)
         params = fitting = self._fitting(asked, body.params)
         if uses.described:
@@ -60,6 +55,16 @@ class Asking:
         guided = params.json_schema is not None or params.grammar is not None
         new_split = self._splits(turn.text, uses, guided=guided)
         return await self._answer(request, body, [asked], [params], wording_of(new_split))
+
+    async def turn(self, body: ChatRequest) -> Turn:
+        """Return the prompt of messages."""
+        self.check(body.model)
+        uses, messages, begun = body.tool_use, body.template_messages, body.begun
+        texts = [begun, *(each["content"] for each in messages)]
+        texts += [json.dumps(each["tool_calls"]) for each in messages if "tool_calls" in each]
+        self._check_length([*texts, json.dumps(uses.described)], len(messages))
+        given = variables(self.settings.reasoning) | body.template_variables
+        return await self._prepared(lambda: self._turn(messages, given, uses, begun))
 
     async def complete(
         self, request: Request, body: CompletionRequest, wording_of: Callable[[], Wording]
@@ -91,13 +96,19 @@ class Asking:
         return self.worker.engine.tokenizer.decode([token])
 
     def _turn(
-        self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], uses: ToolUse
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        given: Mapping[str, Any],
+        uses: ToolUse,
+        begun: str,
     ) -> Turn:
         tokenizer = self.worker.engine.tokenizer
         if uses.described and tokenizer.has_chat_template:
             # Rejects templates without tools, which would leave them out of the prompt.
             format_of(tokenizer.chat_template)
-        return self.worker.conversations.turn(messages, given, uses.described)
+        if begun and CHANNEL in tokenizer.chat_template:
+            raise UsageError("a request cannot begin an answer in channels, as this model gives")
+        return self.worker.conversations.turn(messages, given, uses.described, begun)
 
     def _with_tools(self, params: SamplingParams, uses: ToolUse) -> SamplingParams:
         """Return parameters that keep what a request says of its tools."""

@@ -24,6 +24,10 @@ class UnknownModelError(UsageError):
     """The requested model is not served here."""
 
 
+class ThreadsError(UsageError):
+    """A request wants the server to store its conversation."""
+
+
 def refused(error: BaseException) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the response body for an error."""
     message = str(error) or type(error).__name__
@@ -35,6 +39,8 @@ def refused(error: BaseException) -> tuple[int, dict[str, Any]]:
         return 404, refusal(message, "invalid_request_error", "model_not_found", "model")
     if isinstance(error, ContextLengthError):
         return 400, refusal(message, "invalid_request_error", "context_length_exceeded")
+    if isinstance(error, ThreadsError):
+        return 400, refusal(message, "invalid_request_error", "thread_unsupported_request")
     if isinstance(error, UsageError):
         return 400, refusal(message, "invalid_request_error")
     if isinstance(error, DoesNotFitError):

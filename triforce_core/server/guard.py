@@ -11,9 +11,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording.anthropic import anthropic_error
 from triforce_core.server.wording.ollama import ollama_error
 from triforce_core.server.wording.wording import refusal
 
+ANTHROPIC_PATH = "/v1/messages"
 OLLAMA_PATH = "/api/"
 # Open without a key: the health check, and the page that asks for the key.
 _OPEN = ("/", "/health")
@@ -80,10 +82,10 @@ class Guard:
 
     def _has_key(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode()
-        return kind.lower() == "bearer" and hmac.compare_digest(
-            given, (self._settings.api_key or "").encode()
-        )
+        # The second header is that of Anthropic's clients.
+        given = key if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        wanted = (self._settings.api_key or "").encode()
+        return hmac.compare_digest(given.strip().encode(), wanted)
 
 
 def _as_json(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -100,6 +102,8 @@ def too_large(path: str, settings: ServerSettings) -> JSONResponse:
 
 def in_form(path: str, error: dict[str, Any]) -> dict[str, Any]:
     """Return an error body in the form of the API that a path belongs to. error: in OpenAI's"""
+    if path.startswith(ANTHROPIC_PATH):
+        return anthropic_error(error)
     return ollama_error(error) if path.startswith(OLLAMA_PATH) else error
 
 

@@ -16,8 +16,9 @@ ANY = settings(
     suppress_health_check=list(HealthCheck),
 )
 CHAT, COMPLETE, RESPOND = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
-BODIES = (CHAT, COMPLETE, RESPOND, OLLAMA_CHAT, OLLAMA_GENERATE)
+BODIES = (CHAT, COMPLETE, RESPOND, MESSAGES, COUNT, OLLAMA_CHAT, OLLAMA_GENERATE)
 ROUTES = {
     **dict.fromkeys(BODIES, "POST"),
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings", "/api/show"), "POST"),

@@ -28,7 +28,7 @@ from triforce_core.server.messages.tools import (
 _Name = Annotated[str, Field(max_length=512)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 MOST_CHOICES = 16
-_MOST_STOPS = 16
+MOST_STOPS = 16
 # Messages are limited only by the context; token ids of a prompt by _MOST_IDS.
 MOST_MESSAGES = 16_384
 _MOST_IDS = 1 << 23
@@ -46,8 +46,8 @@ _Content = Annotated[
     text_alone("text"),
 ]
 _Stop = Annotated[
-    str | Annotated[list[str], Field(max_length=_MOST_STOPS)],
-    or_says(f"stop is a text or a list of up to {_MOST_STOPS} texts"),
+    str | Annotated[list[str], Field(max_length=MOST_STOPS)],
+    or_says(f"stop is a text or a list of up to {MOST_STOPS} texts"),
 ]
 
 
@@ -225,6 +225,30 @@ class ChatRequest(Sampled):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
+    # vLLM's names: whether the answer goes on with the last message, which is the assistant's.
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _begun(cls, continues: bool | None, info: ValidationInfo) -> bool | None:
+        last = (info.data.get("messages") or [None])[-1]
+        if continues and last and (last.role != "assistant" or last.tool_calls):
+            raise ValueError("the last message must be a text of the assistant")
+        return continues
+
+    @field_validator("add_generation_prompt")
+    @classmethod
+    def _as_begun(cls, added: bool | None, info: ValidationInfo) -> bool | None:
+        if added == bool(info.data.get("continue_final_message")):
+            raise ValueError("must be false with continue_final_message, and true without it")
+        return added
+
+    @property
+    def begun(self) -> str:
+        """The text with which the request begins the answer."""
+        return self.messages[-1].as_dict()["content"] if self.continue_final_message else ""
+
     @property
     def tool_use(self) -> ToolUse:
         """The tools of the request. Raises UsageError."""
@@ -232,13 +256,18 @@ class ChatRequest(Sampled):
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
-        """The messages as a chat template takes them."""
-        return as_dicts(self.messages)
+        """The messages before the answer as a chat template takes them."""
+        return as_dicts(self.messages[:-1] if self.continue_final_message else self.messages)
 
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables for the chat template, besides the messages."""
-        given = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        given: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+        if self.begun:
+            # An answer that has begun does not reason first.
+            given["enable_thinking"] = False
         return given | (self.chat_template_kwargs or {})
 
     def params(self, room: int) -> SamplingParams:

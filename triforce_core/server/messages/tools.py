@@ -15,13 +15,13 @@ from triforce_core.server.messages.strict import JsonObject, Strict, or_says
 from triforce_offload.errors import UsageError
 
 MOST_TOOLS = 512
-_ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 
 
 class Function(Strict):
     """A function that the model may call. parameters: a JSON schema of its arguments"""
 
-    name: _ToolName
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
     # Arguments follow the schema strictly if `tool_choice` requires a call.
@@ -34,7 +34,7 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    name: _ToolName
+    name: ToolName
 
 
 class NamedTool(Strict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,8 +21,15 @@ from triforce_offload.errors import UsageError
 
 def openai_routes(asking: Asking) -> APIRouter:
     """Return the routes under /v1."""
-    router, name = APIRouter(prefix="/v1"), asking.settings.name
-    created = int(time.time())
+    router = APIRouter(prefix="/v1")
+    _add_answers(router, asking)
+    _add_models(router, asking)
+    return router
+
+
+def _add_answers(router: APIRouter, asking: Asking) -> None:
+    """Add the routes that generate text."""
+    name = asking.settings.name
 
     @router.post("/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -57,9 +65,18 @@ def openai_routes(asking: Asking) -> APIRouter:
     async def embed() -> Response:
         raise UsageError("embeddings are not supported: this server generates text")
 
+
+def _add_models(router: APIRouter, asking: Asking) -> None:
+    """Add the routes that describe the model."""
+    name, created = asking.settings.name, int(time.time())
+    # What Anthropic's clients read of a model, beside what OpenAI's do.
+    moment = datetime.fromtimestamp(created, UTC).isoformat()
+    more = {"type": "model", "display_name": name, "created_at": moment}
+
     @router.get("/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [about()]}
+        pages = {"has_more": False, "first_id": name, "last_id": name}
+        return {"object": "list", "data": [about()], **pages}
 
     @router.get("/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
@@ -68,11 +85,9 @@ def openai_routes(asking: Asking) -> APIRouter:
         return about()
 
     def about() -> dict[str, Any]:
-        found = {"id": name, "object": "model", "created": created, "owned_by": "triforce"}
+        found = {"id": name, "object": "model", "created": created, "owned_by": "triforce"} | more
         if asking.worker.state == "ready":
             # The second name is vLLM's, which some clients read.
             tokens = asking.worker.context_tokens
             found |= {"context_length": tokens, "max_model_len": tokens}
         return found
-
-    return router
