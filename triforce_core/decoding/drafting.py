@@ -57,7 +57,7 @@ class Drafting:
             return Autoregressive(context, params, rule)
         proposer = context.levels.drafter.proposer(params, rule)
         length, growth = self._outer, self._growth
-        if context.levels.retrieval and not self._models.retrieval_pays(len(context.text.tokens)):
+        if context.levels.idle:
             length, growth = self._direct, None
         elif context.levels.retrieval:
             verifier = RetrievalVerifier(context, params)

@@ -158,6 +158,8 @@ class Request:
         context.models.runtime.link.synchronize()
         self._note_counters()
         self._prompt = prompt
+        # The length of the prompt decides which levels draft.
+        self._decoder = self._make_decoder()
 
     def interrupt_prefill(self) -> None:
         """End the request in the middle of its prefill."""

@@ -14,9 +14,11 @@ from triforce_core.decoding.acceptance import Optimal
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.ngram import NGramDrafter
 from triforce_core.decoding.drafters.resident import ResidentModel
+from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_core.decoding.drafters.small_model import SINKS, SmallModelDrafter, WindowCache
 from triforce_core.decoding.levels import Proposer
 from triforce_core.model.rope import rotate
+from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVShape
 from triforce_offload.link.trace import NoTrace
 from triforce_offload.memory.device import DeviceMemory
@@ -226,3 +228,37 @@ def test_a_retrieval_level_does_not_draft_short_texts_where_nothing_streams(tmp_
             text = engine.generate(prompt, SamplingParams(24, temperature=0))
             assert (text.stats["retrieval"]["steps"] > 0) == drafts
             assert text.token_ids == theirs[0, len(prompt) :].tolist()
+
+
+def test_each_request_decides_by_its_own_prompt_whether_the_level_drafts(
+    tmp_path, monkeypatch
+) -> None:
+    """A level that does not draft chooses no chunks and scores none."""
+    make_model("llama", tmp_path, max_position_embeddings=20_000)
+    refreshed, scored = [], []
+    for kind, name, calls in (
+        (RetrievalCache, "refresh", refreshed),
+        (ChunkScores, "end_layer", scored),
+    ):
+        known = getattr(kind, name)
+
+        def counted(self, *args, known=known, calls=calls):
+            calls.append(args)
+            return known(self, *args)
+
+        monkeypatch.setattr(kind, name, counted)
+    long, short = random_ids(15_000), random_ids(60)
+    with Engine.from_pretrained(
+        tmp_path, device="cpu", max_context=16_384, draft="ngram", draft_tokens=4
+    ) as engine:
+        # The last one reuses a prefix of the one before it, and prefills a few tokens as a pass.
+        for prompt, drafts in ((long, True), (short, False), (long, True), (short * 2, False)):
+            refreshed.clear()
+            text = engine.generate(prompt, SamplingParams(24, temperature=0))
+            assert (text.stats["retrieval"]["steps"] > 0) == drafts
+            assert bool(refreshed) == drafts
+        scored.clear()
+        text = engine.generate([*short * 2, 5], SamplingParams(24, temperature=0))
+        assert text.stats["reused_tokens"] == 120
+        # Those of the prompt are collected, in case the next text is long.
+        assert len(scored) == len(engine.config.layers)

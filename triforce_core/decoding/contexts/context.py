@@ -149,6 +149,7 @@ class Context:
         self.passes_when_prefilled = self.sequence.counters
         logits = self.model.logits(last)
         self.note(logits)
+        self.levels.prefilled(len(tokens))
         scored = batch.rows if short else min(batch.rows, SCORED_TOKENS)
         return Prefilled(logits, kept, scored)
 
@@ -185,8 +186,9 @@ class Context:
         Call this before the copies of the next pass begin: chunks would wait behind them. Raises
         LinkError.
         """
-        self.tell(calls.Refresh(scored))
-        self.levels.refresh(scored)
+        if not self.levels.idle:
+            self.tell(calls.Refresh(scored))
+            self.levels.refresh(scored)
 
     def join(self, ask: Ask) -> ForwardBatch:
         """Join a pass that is about to run. Return this context's part of the forward batch."""

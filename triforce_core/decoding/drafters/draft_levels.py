@@ -48,6 +48,7 @@ class DraftLevels:
     retrieval: the retrieval cache; None if there is no retrieval level
     scores: scores of the chunks that the retrieval cache chooses from, or None
     model: the target's weights, or copies of them, over the retrieval cache, or None
+    idle: whether there is a retrieval level that does not draft, because the text is too short
     """
 
     def __init__(self, models: Models, sequence: SequenceKV, tell: calls.Teller) -> None:
@@ -55,24 +56,33 @@ class DraftLevels:
         self.scores: ChunkScores | None = None
         self.retrieval: RetrievalCache | None = None
         self.model: ResidentModel | None = None
+        self.idle = False
         self._models = models
+        self._sequence = sequence
         self._tell = tell
         self._retrieval_resources = ExitStack()
         with ExitStack() as stack:
             self.drafter = make_drafter(models, tell)
             stack.callback(self.close)
             if models.budget:
-                self._make_retrieval(sequence)
+                self._make_retrieval()
             stack.pop_all()
 
     def begin(self) -> None:
         """Prepare for the prefill of a request. Waits for the device."""
         if self.retrieval:
             self.retrieval.begin()
+            self._set_idle(False)
+
+    def prefilled(self, tokens: int) -> None:
+        """Let the retrieval level draft for a text of this length only if that may pay. Where it
+        does not draft, passes collect no scores, which makes them faster on a CPU.
+        """
+        self._set_idle(self.retrieval is not None and not self._models.retrieval_pays(tokens))
 
     def refresh(self, scored: int) -> None:
         """See `Context.refresh`."""
-        if self.retrieval:
+        if self.retrieval and not self.idle:
             began = time.perf_counter()
             self.retrieval.refresh(scored)
             trace = self._models.runtime.trace
@@ -139,6 +149,7 @@ class DraftLevels:
             return False
         self._retrieval_resources.close()
         self.scores = self.retrieval = self.model = None
+        self.idle = False
         if models.small is not None:
             self.drafter.close()
             self.drafter = Nothing(models.target.device)
@@ -151,10 +162,16 @@ class DraftLevels:
         self._retrieval_resources.close()
         self.drafter.close()
 
-    def _make_retrieval(self, sequence: SequenceKV) -> None:
-        """Create the retrieval cache of a sequence and the forwards over it. From then on, passes
+    def _set_idle(self, idle: bool) -> None:
+        if idle != self.idle:
+            self.idle = idle
+            self._sequence.collect(None if idle else self.scores)
+
+    def _make_retrieval(self) -> None:
+        """Create the retrieval cache of the sequence and the forwards over it. From then on, passes
         collect scores.
         """
+        sequence = self._sequence
         models, resources = self._models, self._retrieval_resources
         runtime, method, demand = models.runtime, models.method, models.runtime.plan.requirements
         scores = ChunkScores(
