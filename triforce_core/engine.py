@@ -262,6 +262,10 @@ class Engine:
         for request in (*self._streams, *self._batch.members):
             request.interrupt()
 
+    def drop(self, member: Member) -> None:
+        """Abandon a request immediately. Its receiver gets nothing more."""
+        self._batch.drop(member)
+
     def forget(self) -> None:
         """Close all contexts. Raises UsageError during a request."""
         self._check_free()

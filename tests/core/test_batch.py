@@ -12,7 +12,8 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import assert_equal_but_for_ties, assert_own_texts, greedy
 
 from triforce_core import Completion, Engine, SamplingParams
-from triforce_offload.errors import LinkError, UsageError
+from triforce_core.requests.request import Request
+from triforce_offload.errors import DoesNotFitError, LinkError, UsageError
 from triforce_offload.plan.placement import Placement
 
 NEW = 30
@@ -333,4 +334,31 @@ def test_an_interrupt_from_the_keyboard_goes_through_and_leaves_the_engine_usabl
             with pytest.raises(KeyboardInterrupt):
                 ours.step()
         assert [type(item) for item in told] == [KeyboardInterrupt] * 3
+        assert ours.generate(prompts()[4], greedy(NEW)).token_ids == expected
+
+
+@pytest.mark.parametrize("fails", ["adding", "receiving"])
+def test_an_error_ends_all_requests_that_were_made_together(tiny, monkeypatch, fails: str) -> None:
+    """The second context has no room, or somebody interrupts the second prefill."""
+    path, _ = tiny("llama")
+    made: list = []
+
+    def second(error: BaseException) -> None:
+        made.append(error)
+        if len(made) == 2:
+            raise error
+
+    with engine(path, "retrieval") as ours:
+        expected = ours.generate(prompts()[4], greedy(NEW)).token_ids
+        ours.forget()
+        with monkeypatch.context() as patch:
+            if fails == "adding":
+                known, error = ours._contexts._make, DoesNotFitError("memory", 2, 1, "it")
+                patch.setattr(ours._contexts, "_make", lambda: (second(error), known())[1])
+            else:
+                known, error = Request.prefill, KeyboardInterrupt()
+                patch.setattr(Request, "prefill", lambda *args: (second(error), known(*args))[1])
+            with pytest.raises(type(error)):
+                ours.generate_all(prompts(3), greedy(NEW))
+        assert not ours._batch.members
         assert ours.generate(prompts()[4], greedy(NEW)).token_ids == expected

@@ -80,6 +80,23 @@ def test_greedy_equals_the_cpu_wherever_weights_and_kv_live(
         assert streams == (name != "resident") or name == "kv-in-part"
 
 
+@pytest.mark.parametrize("draft_kv", ["exact", "int8"])
+def test_a_model_whose_every_layer_has_a_window_drafts_by_copies(tiny, draft_kv: str) -> None:
+    """Its retrieval level has no KV to choose from."""
+    path, _ = tiny("mistral-windows")
+    prompt = random_ids(75)
+    options = {"max_context": 200, "dtype": "float32"}
+    with Engine.from_pretrained(path, device="cpu", **options) as engine:
+        expected = engine.generate(prompt, GREEDY).token_ids
+    options |= {"draft_kv": draft_kv, "budget": 48, "draft_tokens": 4}
+    with Engine.from_pretrained(
+        path, device="cuda:0", placement=PLACEMENTS["int4"], **options
+    ) as engine:
+        result = engine.generate(prompt, GREEDY)
+    assert result.token_ids == expected
+    assert result.stats["retrieval"]["steps"] > 0
+
+
 @pytest.mark.one_in(99)
 @pytest.mark.strict
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ class Serving(Protocol):
 
     def interrupt(self) -> None: ...
 
+    def drop(self, member: Member) -> None: ...
+
 
 def run_all(
     engine: Serving,
@@ -38,15 +40,22 @@ def run_all(
     requests: prompt, parameters and receiver of each request
     goes_on: called before each pass; once it returns False, running requests are interrupted and
         no new one starts
+
+    If an error is raised, all of them are dropped.
     """
-    waiting, going = deque(requests), True
-    while going or (waiting and goes_on()):
-        while waiting and engine.has_room and goes_on():
-            prompt, params, receive = waiting.popleft()
-            engine.add_request(prompt, params, receive, reuse=reuse)
-        if not goes_on():
-            engine.interrupt()
-        going = engine.step()
+    waiting, members, going = deque(requests), [], True
+    try:
+        while going or (waiting and goes_on()):
+            while waiting and engine.has_room and goes_on():
+                prompt, params, receive = waiting.popleft()
+                members.append(engine.add_request(prompt, params, receive, reuse=reuse))
+            if not goes_on():
+                engine.interrupt()
+            going = engine.step()
+    finally:
+        for member in members:
+            if not member.ended:
+                engine.drop(member)
 
 
 def all_of(
@@ -56,7 +65,7 @@ def all_of(
     *,
     reuse: bool,
 ) -> list[Completion]:
-    """Return the completions. Raises the first error, after all running requests have ended."""
+    """Return the completions. Raises the first error; no request is running then."""
     results: dict[int, Piece | Completion | BaseException] = {}
     errors: list[BaseException] = []
 

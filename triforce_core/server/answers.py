@@ -115,8 +115,7 @@ class Answers:
         try:
             yield items
         finally:
-            for job in jobs:
-                job.cancel()
+            self.worker.cancel(jobs)
 
 
 def _receiver(loop: asyncio.AbstractEventLoop, items: asyncio.Queue, index: int) -> Receiver:

@@ -127,9 +127,8 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait or are being tokenised, without cancelled ones."""
-        jobs = tuple(self._jobs)
-        return self._prepared + len({id(job.request) for job in jobs if not job.cancelled})
+        """The number of requests that wait or are being tokenised."""
+        return self._prepared + len({id(job.request) for job in tuple(self._jobs)})
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -162,6 +161,13 @@ class Worker:
         if self.state != "ready":
             # The state has changed since the check above.
             self._refuse_waiting()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Cancel the sequences of one request. Those that wait leave the queue."""
+        for job in jobs:
+            job.cancel()
+            with suppress(ValueError):
+                self._jobs.remove(job)
 
     def check_ready(self) -> None:
         """Raise NotReadyError unless the engine is ready."""
@@ -213,10 +219,18 @@ class Worker:
             self.state = "ready"
             self.became_ready(engine)
         while self.state == "ready" or self.running:
-            if not self.running:
-                self._wakes.get()
+            self._wait_for_jobs()
             self._admit(engine, kept)
             engine.step()
+
+    def _wait_for_jobs(self) -> None:
+        """Wait until there is something to do."""
+        if not self.running and not self._jobs and self.state == "ready":
+            self._wakes.get()
+        # What the wakes so far were for is looked at after this.
+        with suppress(queue.Empty):
+            while True:
+                self._wakes.get_nowait()
 
     def _fail(self, error: BaseException) -> None:
         """Record the error, reject waiting jobs and serve nothing more."""

@@ -133,6 +133,7 @@ def test_many_prompts_are_answered_and_what_is_done_is_not_done_again(
         ('fine\n{"prompt": "x", "extra": 1}', "line 2: has 'extra'"),
         ("{", "line 1: begins as JSON and is none"),
         ('{"id": 1}', 'line 1: needs either a "prompt" or "messages"'),
+        (r'{"id": ["\ud800"], "prompt": "Hi"}', "line 1: the id is not UTF-8 text"),
     ],
 )
 def test_prompts_that_cannot_be_read_are_named(

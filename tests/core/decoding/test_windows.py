@@ -16,8 +16,10 @@ from recent_walks import walk_cuts, walk_trees
 
 from triforce_core import Engine
 from triforce_core.decoding.contexts import context
+from triforce_core.decoding.drafters import draft_levels
 from triforce_kernels.attention.dense import DenseKeys
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.direct import DirectReader
 from triforce_offload.kv.recent import marks
 from triforce_offload.kv.recent.marks import Marks
 from triforce_offload.kv.windows import prefill, shape
@@ -168,3 +170,17 @@ def test_the_plan_counts_the_windows_that_are_taken(tiny) -> None:
         assert least < needs.window_bytes < 10 * least
         without = replace(needs, windows=None)
         assert needs.marks_bytes > without.marks_bytes == without.window_bytes == 0
+
+
+@pytest.mark.parametrize("draft_kv", ["exact", "int8"])
+def test_a_retrieval_level_without_kv_to_choose_drafts_on_a_gpu_too(
+    tiny, monkeypatch, draft_kv: str
+) -> None:
+    """Where chunks are read in place, as on a GPU. Here the host reads them."""
+    path, twin = tiny(EVERYWHERE)
+    monkeypatch.setattr(draft_levels, "reader", DirectReader)
+    prompt = random_ids(75)
+    with engine(path, "int4", budget=48, draft_tokens=4, draft_kv=draft_kv) as ours:
+        result = ours.generate(prompt, greedy(NEW))
+    assert result.token_ids == transformers_text(twin, prompt)
+    assert result.stats["retrieval"]["steps"] > 0

@@ -10,14 +10,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPResponse
+from types import SimpleNamespace
 
 import pytest
 from running import CONTEXT, HELLO, Running, serving, until
 
-from triforce_core.conversation import Conversations
+from triforce_core import SamplingParams
+from triforce_core.conversation import Conversations, Turn
 from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.server import asking, connections
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.worker import Asked, Job, Worker
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 MOST = CONTEXT * asking.MOST_CHARACTERS_OF_A_TOKEN
@@ -205,3 +208,16 @@ def test_connections_beyond_the_most_are_closed_as_they_come(server, monkeypatch
         assert b"200 OK" in answer(last)
     until(lambda: not here)
     assert server.ask("GET", "/health")[0] == 200
+
+
+def test_requests_of_clients_that_have_gone_are_not_kept() -> None:
+    """Clients that wait too long try again. What they asked for first leaves the queue."""
+    worker = Worker(lambda progress: None, 2, 0)
+    worker.state, worker.engine = "ready", SimpleNamespace(sequences=1, max_context=CONTEXT)
+    worker.running = [Job(Asked(Turn("", [1]), False), SamplingParams(), print)]
+    for _ in range(9):
+        jobs = [Job(Asked(Turn("Hi", [1]), False), SamplingParams(), print) for _ in range(2)]
+        worker.submit(jobs)
+        worker.cancel(jobs)
+    assert not worker._jobs
+    assert worker.waiting == 0

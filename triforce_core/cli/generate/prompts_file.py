@@ -86,6 +86,7 @@ def _task(
         if unknown := sorted(given.keys() - {"prompt", "messages", "id"}):
             raise UsageError(f'has {unknown[0]!r}; known are "prompt", "messages" and "id"')
         name, messages = given.get("id"), given.get("messages")
+        check_text(json.dumps(name, ensure_ascii=False), "id")
         if (messages is None) == ("prompt" not in given):
             raise UsageError('needs either a "prompt" or "messages"')
         if messages is not None:

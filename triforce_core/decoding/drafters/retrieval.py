@@ -132,7 +132,8 @@ class RetrievalCache:
             self._chunk_of.fill_(-1)
             self._first = True
             self.kv.measure_again(self._store.length)
-        if chunks:
+        # If no layer has KV, the level drafts by cheaper weights alone.
+        if chunks and self._store.shape.layers:
             worth = self._worth(tokens, chunks)
             moves = choose_chunks(worth, self._chunk_of, chunks, self._newest)
             self._filled = min(self._slots, chunks)
