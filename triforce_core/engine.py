@@ -76,11 +76,9 @@ class Engine:
 
         model: a directory with safetensors, a .gguf file, a hub id, or an open model
         plan: a Plan or the path of one; it sets the method, the placement and the block size
-        fields: fields of EngineConfig, MachineSettings and MethodSettings by name; they override
-            the config and the plan
+        fields: fields of the config and of its parts by name; they override config and plan
         tokenizer: a tokenizer to use instead of the model's own
-        progress: called with ("load", "copies" for draft copies, or "prefill", layers done, number
-            of layers)
+        progress: called with "load", "copies" or "prefill", layers done, and number of layers
 
         Raises UsageError, DoesNotFitError (before weights are read, but for memory that others
         take meanwhile), CheckpointError, LinkError, or RankError if another rank fails.
@@ -251,9 +249,7 @@ class Engine:
         return self._add(asked, receive, Event(), owner)
 
     def step(self) -> bool:
-        """Prefill the prompts of new requests, then run one pass over all requests. Return whether
-        any request is still running.
-        """
+        """Prefill new prompts, then run one pass over all requests. Return whether any still runs."""
         self._batch.step()
         return bool(self._batch.members)
 
