@@ -249,7 +249,7 @@ class Engine:
         return self._add(asked, receive, Event(), owner)
 
     def step(self) -> bool:
-        """Prefill new prompts, then run one pass over all requests. Return whether any still runs."""
+        """Prefill new prompts, then run a pass over all requests. Return whether any still runs."""
         self._batch.step()
         return bool(self._batch.members)
 
