@@ -93,6 +93,11 @@ class Ranks(Protocol):
         """End the other ranks, whatever they are doing."""
 
 
+def all_agree(ranks: Ranks, agrees: bool) -> bool:
+    """Return whether all ranks agree. All ranks wait for it. Raises RankError."""
+    return agrees if ranks.count == 1 else bool(ranks.least(int(agrees)))
+
+
 class Silent:
     """The part of `Ranks` of a rank that sends no messages to others."""
 

@@ -22,6 +22,7 @@ from triforce_offload.graphs import Recorder, Run
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.fixed import FixedCache
 from triforce_offload.memory.device import put
+from triforce_offload.ranks import all_agree
 from triforce_offload.weights.store import Weights
 
 # Runs of a forward before it is recorded: libraries initialise themselves at first use.
@@ -142,7 +143,7 @@ class RecordedForwards(Generic[Result]):
             forward.record(self._recorder)
         except RuntimeError as error:
             why = str(error).splitlines()[0]
-        if ranks.count > 1 and not ranks.least(int(not why)):
+        if not all_agree(ranks, not why):
             why = why or "another rank could not"
         if why:
             # The forward still runs kernel by kernel; it is only slower.

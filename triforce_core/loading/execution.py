@@ -34,7 +34,7 @@ from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostMemory
 from triforce_offload.plan.memory_plan import LayerPlan, Where
-from triforce_offload.ranks import Ranks
+from triforce_offload.ranks import Ranks, all_agree
 from triforce_offload.runtime import Runtime
 from triforce_offload.weights.draft_copies import RECIPE, DraftCopies
 from triforce_offload.weights.formats import dtype_name
@@ -91,9 +91,9 @@ class Execution:
         try:
             loaded = self._loaded(link, tracer)
         except CannotSplitError:
-            self.ranks.least(0)
+            all_agree(self.ranks, False)
             raise
-        if not self.ranks.least(1):
+        if not all_agree(self.ranks, True):
             raise CannotSplitError("the model", ())
         target, small, draft_copies, runtime = loaded
         method = sizes.method
@@ -172,7 +172,7 @@ class Execution:
         record or none does. Raises RankError.
         """
         graphs = self.resolved.sizes.graphs
-        return graphs if self.ranks.count == 1 else bool(self.ranks.least(int(graphs)))
+        return all_agree(self.ranks, graphs)
 
     def _records_passes(self, target: Model, recorder: Recorder | None) -> bool:
         """Whether passes are recorded, as all ranks agree: recorded passes have padding. Raises
@@ -181,7 +181,7 @@ class Execution:
         plan = self.resolved.memory
         records = recorder is not None and target.recordable and not plan.streams
         records = records and plan.requirements.records_passes
-        return records if self.ranks.count == 1 else bool(self.ranks.least(int(records)))
+        return all_agree(self.ranks, records)
 
     def _target_ends(self) -> Ends:
         resident = self.resolved.memory.placement.embedding_resident

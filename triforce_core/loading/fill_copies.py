@@ -12,6 +12,7 @@ from triforce_core.model.fused import FusedLayer
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_kernels.weights.inputs import InputSizes, added_to
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.ranks import all_agree
 from triforce_offload.weights.draft_copies import DraftCopies
 from triforce_offload.weights.layouts import Views
 from triforce_offload.weights.store import Weights
@@ -36,9 +37,7 @@ def fill_copies(models: Models, progress: Callable[[str, int, int], None]) -> No
     """
     copies, runtime, model = models.draft_copies, models.runtime, models.target
     lacks = copies is not None and bool(copies.missing)
-    if models.ranks.count > 1:
-        lacks = not models.ranks.least(int(not lacks))
-    if not lacks:
+    if all_agree(models.ranks, not lacks):
         return
     count = tokens_read(runtime.plan.requirements.context_tokens)
     coins = torch.Generator().manual_seed(0)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
-from math import inf
+from dataclasses import replace
 
 import torch
 
@@ -22,16 +19,17 @@ from triforce_core.loading.devices import (
 )
 from triforce_core.loading.execution import Execution, Progress
 from triforce_core.loading.layer_source import Readable, ReadableDrafter, ReadableHead
+from triforce_core.loading.plan_inputs import (
+    PlanInputs,
+    may_be_left_out,
+    plan_with_drafter,
+    say_that_it_is_left_out,
+)
 from triforce_core.model.checkpoints.drafters.eagle3 import Eagle3Checkpoint
-from triforce_core.model.checkpoints.mtp import MtpHead
-from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Share, mlp_unit
-from triforce_core.plan.by_time import Whole
-from triforce_core.plan.choice import Peers
 from triforce_core.plan.fitting import Resolved
-from triforce_core.plan.formats import element_type, storable_pieces, with_asked_formats
+from triforce_core.plan.formats import element_type, storable_pieces
 from triforce_core.plan.machine import Room
-from triforce_core.plan.resolve import resolve
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MTP, EngineConfig
 from triforce_offload.errors import CannotSplitError, DoesNotFitError, UsageError
@@ -42,7 +40,7 @@ from triforce_offload.memory.available import available_host_bytes
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostMemory
 from triforce_offload.plan.memory_plan import READ_AHEAD
-from triforce_offload.ranks import Alone, Call, Ranks
+from triforce_offload.ranks import Alone, Ranks
 
 
 def load(
@@ -69,11 +67,11 @@ def load(
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
         except DoesNotFitError:
-            # Several ranks decide together, before they read weights (`_with_drafter`).
-            if ranks.count > 1 or not _may_leave_out(drafter, config):
+            # Several ranks decide together, before they read weights (`plan_with_drafter`).
+            if ranks.count > 1 or not may_be_left_out(drafter, config):
                 raise
             drafter = None
-            _say_that_it_is_left_out()
+            say_that_it_is_left_out()
         except CannotSplitError as error:
             # All ranks start over together.
             unsplit |= error.names
@@ -106,9 +104,9 @@ def _load(
     machine = config.machine
     device, own_device = rank_device(machine, ranks)
     set_threads(machine, ranks)
-    share, whole, with_head = _share(checkpoint, ranks), checkpoint, drafter
+    share, whole = _share(checkpoint, ranks), None
     if share is not None:
-        checkpoint = checkpoint.shared(share)
+        whole, checkpoint = (checkpoint, drafter), checkpoint.shared(share)
         if drafter is not None and drafter.config.joins and drafter.config.joins.divided:
             drafter = drafter.shared(share)
     stored = checkpoint.stored_dtype
@@ -121,29 +119,20 @@ def _load(
         hardware = None if config.placement else rates(device, dtype, link, ranks)
         room, limit = _room(checkpoint, config, device, ranks, share, own_device=own_device)
         sizes = ModelSizes(
-            *(checkpoint.config, dtype, max_context, config.method, config.block_tokens),
+            checkpoint.config,
+            dtype,
+            max_context,
+            config.method,
+            config.block_tokens,
             device=describe(device, machine, dtype, link.copy_bytes, own_device=own_device),
             sequences=config.sequences,
         )
         pieces = storable_pieces(checkpoint.pieces, dtype, sizes.device)
-
-        def asked(drafter: ReadableDrafter | None) -> ModelSizes:
-            with_drafter = _of_drafter(sizes, drafter)
-            return with_asked_formats(with_drafter, config, pieces, room, unsplit)
-
-        memory = DeviceMemory(device, limit, asked(drafter).stored_bytes)
+        inputs = PlanInputs(sizes, config, room, pieces, unsplit, hardware, ranks, whole)
+        memory = DeviceMemory(device, limit, inputs.sizes_with(drafter).stored_bytes)
         stack.callback(memory.close)
-
-        def resolved(drafter: ReadableDrafter | None, peers: Peers) -> Resolved:
-            available = replace(room, device_bytes=memory.available_bytes)
-            return resolve(
-                *(asked(drafter), config, available, pieces, unsplit),
-                hardware=hardware,
-                whole=_whole(sizes, whole, drafter and with_head) if share else None,
-                peers=peers,
-            )
-
-        chosen, drafter = _with_drafter(resolved, drafter, config, ranks)
+        room = replace(room, device_bytes=memory.available_bytes)
+        chosen, drafter = plan_with_drafter(replace(inputs, room=room), drafter)
         if chosen.memory.weights_file_bytes or checkpoint.config.looks_up:
             # The files stay open as long as the models.
             checkpoint = checkpoint.reopened()
@@ -153,90 +142,6 @@ def _load(
             checkpoint, drafter, chosen, memory, host, ranks, share, progress, stack
         )
         return execution.models(link, tracer)
-
-
-def _with_drafter(
-    resolved: Callable[[ReadableDrafter | None, Peers], Resolved],
-    drafter: ReadableDrafter | None,
-    config: EngineConfig,
-    ranks: Ranks,
-) -> tuple[Resolved, ReadableDrafter | None]:
-    """Return the plan and the drafter. An MTP head that was not asked for is left out if the plan
-    without it is faster; or, with a warning, if one of several ranks that share the model has no
-    room for its part.
-
-    resolved: returns the plan with a drafter
-    Raises UsageError, DoesNotFitError or RankError.
-    """
-    chosen = None
-    if ranks.count > 1 and _may_leave_out(drafter, config):
-        chosen = _if_all_fit(partial(resolved, drafter), ranks)
-        if chosen is None:
-            drafter = None
-            if not ranks.index:
-                _say_that_it_is_left_out()
-    chosen = chosen or resolved(drafter, ranks)
-    if _may_leave_out(drafter, config) and chosen.seconds_per_token:
-        # Its memory may be worth more than its drafts.
-        without = resolved(None, ranks)
-        if (without.seconds_per_token or inf) < chosen.seconds_per_token:
-            return without, None
-    return chosen, drafter
-
-
-def _may_leave_out(drafter: ReadableDrafter | None, config: EngineConfig) -> bool:
-    return isinstance(drafter, MtpHead) and str(config.method.draft) != MTP
-
-
-def _say_that_it_is_left_out() -> None:
-    warnings.warn(
-        "the model does not fit together with its MTP head, so n-grams draft",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-class _NoRoomElsewhereError(Exception):
-    """Another rank has no room for its share."""
-
-
-@dataclass(frozen=True)
-class _Watching:
-    """Ranks whose `least` is negative if the share of one of them does not fit."""
-
-    ranks: Ranks
-
-    @property
-    def index(self) -> int:
-        return self.ranks.index
-
-    def least(self, number: int) -> int:
-        """Ranks.least. Raises _NoRoomElsewhereError."""
-        if (least := self.ranks.least(number)) < 0:
-            raise _NoRoomElsewhereError
-        return least
-
-    def of_first(self, message: Call) -> Call:
-        """Ranks.of_first."""
-        return self.ranks.of_first(message)
-
-
-def _if_all_fit(resolved: Callable[[Peers], Resolved], ranks: Ranks) -> Resolved | None:
-    """Return the plan of `resolved`; None on all ranks if one of them has no room.
-
-    Raises UsageError or RankError.
-    """
-    peers = _Watching(ranks)
-    try:
-        found = resolved(peers)
-        peers.least(0)
-    except _NoRoomElsewhereError:
-        return None
-    except DoesNotFitError:
-        # Whatever the others agree on next, they learn that one has no room.
-        ranks.least(-1)
-        return None
-    return found
 
 
 def _head(checkpoint: Readable, config: EngineConfig) -> ReadableHead | None:
@@ -269,28 +174,6 @@ def _in_own_files(
     if isinstance(head, Eagle3Checkpoint):
         return head.on_ranks(ranks.count, checkpoint)
     return head
-
-
-def _of_drafter(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSizes:
-    """Return the sizes with a draft model or a head."""
-    if drafter is None:
-        return sizes
-    config = _as_drafter(drafter.config)
-    own = None
-    if config.joins:
-        own = storable_pieces(drafter.pieces, sizes.dtype, sizes.device)
-    return replace(sizes, drafter=config, head_pieces=own)
-
-
-def _whole(sizes: ModelSizes, checkpoint: Readable, drafter: ReadableDrafter | None) -> Whole:
-    """Return the model of which ranks have shares. checkpoint, drafter: all of them"""
-    pieces = storable_pieces(checkpoint.pieces, sizes.dtype, sizes.device)
-    sizes = _of_drafter(sizes, drafter)
-    return Whole(checkpoint.config, sizes.drafter, pieces, sizes.head_pieces)
-
-
-def _as_drafter(config: ModelConfig) -> ModelConfig:
-    return config if config.joins else config.as_drafter
 
 
 def _outfitted(

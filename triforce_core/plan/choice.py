@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan.fitting import ProcessorShares
@@ -80,15 +79,3 @@ class Choice(Call):
             layouts = split_weights(self.split, sizes.config, sizes.dtype, unsplit, own)
         method = replace(sizes.method, draft_kv=self.draft_kv, copy_bits=self.copy_bits)
         return replace(sizes, layouts=layouts, kv_split=self.kv_split, method=method)
-
-
-class Peers(Protocol):
-    """The ranks that choose a plan together, as one of them sees them. See `Ranks`."""
-
-    index: int
-
-    def least(self, number: int) -> int:
-        """Ranks.least."""
-
-    def of_first(self, message: Call) -> Call:
-        """Ranks.of_first."""

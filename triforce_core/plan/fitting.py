@@ -60,7 +60,7 @@ class Resolved:
         return STORED if layouts.block_types else DENSE
 
 
-def fit(
+def fit_device(
     sizes: ModelSizes,
     available_bytes: int,
     placement: Placement | None = None,

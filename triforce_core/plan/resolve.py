@@ -1,23 +1,29 @@
-"""From settings, a model and a machine to the plan that loading executes."""
+"""From settings, a model and a machine to the plan that loading executes.
+
+`resolve` takes the fastest plan by simulated seconds, where a device's rates are known
+(`_by_time`), or the first of a few variants that has a retrieval level (`_by_rule`). Either way
+`fit_machine` places each variant: `fit_device` divides it between the device and the link, and what
+is not on the device goes to host memory, to files, or to the processor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan import by_time
 from triforce_core.plan.by_time import Whole
-from triforce_core.plan.choice import Choice, Peers
-from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, with_what_fits
+from triforce_core.plan.choice import Choice
+from triforce_core.plan.fitting import ProcessorShares, Resolved, fit_device, with_what_fits
 from triforce_core.plan.formats import with_split_unasked
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, EngineConfig
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import Hardware
-from triforce_offload.ranks import Alone
+from triforce_offload.ranks import Alone, Ranks, all_agree
 
 ALONE = Alone()
 
@@ -31,7 +37,7 @@ def resolve(
     *,
     hardware: Hardware | None = None,
     whole: Whole | None = None,
-    peers: Peers = ALONE,
+    ranks: Ranks = ALONE,
 ) -> Resolved:
     """Choose what the settings leave open, within the available memory.
 
@@ -39,22 +45,35 @@ def resolve(
     pieces: of quantised matrices. unsplit: matrices that cannot be split
     hardware: rates of the device; None if they are not known: a rule by bytes decides then
     whole: the model of which this rank has a share; None if it has the whole model
-    peers: the ranks that share the model
+    ranks: the ranks that share the model
 
     Raises UsageError, RankError, or DoesNotFitError, which says what would fit.
     """
-    alone, room_of_all = whole is None, room.agreed(peers.least)
-    choice = Choice()
-    if not peers.index and hardware is not None and by_time.decides(config, sizes):
+    room_of_all, choice = room.agreed(ranks.least), Choice()
+    if not ranks.index and hardware is not None and by_time.decides(config, sizes):
         model = whole or Whole(sizes.config, sizes.drafter, pieces, sizes.head_pieces)
         with suppress(DoesNotFitError):
             best = by_time.fastest(sizes, config, room_of_all, model, hardware)
             choice = Choice.of(best)
-    choice = peers.of_first(choice)
+    choice = ranks.of_first(choice)
     resolved = None
     if choice.decided:
-        resolved = _by_time(choice, sizes, config, room, pieces, unsplit, peers)
-    return resolved or _by_rule(sizes, config, room, unsplit, alone=alone, agreed=peers.least)
+        resolved = _by_time(choice, sizes, config, room, pieces, unsplit, ranks)
+    return resolved or _by_rule(sizes, config, room, unsplit, ranks)
+
+
+def fits_by_rule(
+    sizes: ModelSizes, config: EngineConfig, room: Room, unsplit: Collection[str]
+) -> bool:
+    """Return whether there is a place for a rank's share, whatever the other ranks have room for.
+
+    Raises UsageError.
+    """
+    try:
+        _by_rule(sizes, config, room, unsplit, ALONE)
+    except DoesNotFitError:
+        return False
+    return True
 
 
 def _by_time(
@@ -64,7 +83,7 @@ def _by_time(
     room: Room,
     pieces: Pieces,
     unsplit: Collection[str],
-    peers: Peers,
+    ranks: Ranks,
 ) -> Resolved | None:
     """Return a choice as this rank has room for it, None if a rank has none."""
     chosen = choice.sizes(sizes, pieces, unsplit)
@@ -78,52 +97,85 @@ def _by_time(
         method = replace(chosen.method, budget=budget) if budget else chosen.method
         fitted = None
         with suppress(DoesNotFitError):
-            fitted = placed(replace(chosen, method=method), config, room, budget, choice.shares)
-        if not peers.least(int(fitted is not None)):
+            own = replace(chosen, method=method)
+            fitted = fit_machine(own, config, room, budget, choice.shares)
+        if not all_agree(ranks, fitted is not None):
             continue
         # Layers that passes read from files would be split in each pass.
         splits = chosen.weights.split and not sizes.weights.split
-        if not peers.least(int(not (splits and fitted.memory.weights_file_bytes))):
+        if not all_agree(ranks, not (splits and fitted.memory.weights_file_bytes)):
             return None
         return replace(fitted, sizes=chosen, seconds_per_token=choice.seconds_per_token)
     return None
 
 
 def _by_rule(
-    sizes: ModelSizes,
-    config: EngineConfig,
-    room: Room,
-    unsplit: Collection[str],
-    *,
-    alone: bool,
-    agreed: Callable[[int], int],
+    sizes: ModelSizes, config: EngineConfig, room: Room, unsplit: Collection[str], ranks: Ranks
 ) -> Resolved:
-    asked, fitting = sizes, _fitting_smaller_copies_too if alone else _fitting
-    sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit)
-    fitted = fitting(sizes, config, room)
-    if fitted.memory.weights_file_bytes and sizes is not asked:
-        # Layers in files would have to be split again in every pass, so do not split weights.
-        sizes = replace(sizes, layouts=asked.layouts)
-        fitted = fitting(sizes, config, room)
-    budget = agreed(fitted.budget)
+    """Return the plan of a rule by bytes: split weights if something streams, a retrieval level if
+    it fits.
+    """
+    split = with_split_unasked(sizes, config, room.device_bytes, unsplit)
+    found = _first_that_drafts(split, config, room, ranks)
+    # Layers in files would have to be split again in every pass, so do not split weights.
+    in_files = split is not sizes and found.memory.weights_file_bytes > 0
+    if all_agree(ranks, not in_files):
+        return found
+    return _first_that_drafts(replace(split, layouts=sizes.layouts), config, room, ranks)
+
+
+def _first_that_drafts(
+    sizes: ModelSizes, config: EngineConfig, room: Room, ranks: Ranks
+) -> Resolved:
+    """Return the first of `_variants` for which all ranks have room for a retrieval level, or else
+    the first that fits.
+    """
+    fitting = mine = None
+    refused: list[tuple[DoesNotFitError, ModelSizes]] = []
+    wrong: list[UsageError] = []
+    for variant in _variants(sizes):
+        plan = None
+        try:
+            plan = fit_machine(variant, config, room)
+        except DoesNotFitError as error:
+            refused.append((error, variant))
+        except UsageError as error:
+            wrong.append(error)
+        # The smallest budget of all ranks; -1 if one of them has no room for its share.
+        budget = ranks.least(-1 if plan is None else plan.budget)
+        if budget >= 0 and budget != plan.budget:
+            plan = fit_machine(variant, config, room, budget)
+        if budget > 0:
+            return plan
+        mine = mine or plan
+        fitting = fitting or (plan if budget == 0 else None)
+    if found := fitting or mine:
+        # If this is not what fits on all ranks, a rank that has no room raises the error.
+        return found
+    if wrong:
+        raise wrong[0]
+    raise _with_what_fits(*min(refused, key=lambda each: each[0].needed_bytes), config, room)
+
+
+def _variants(sizes: ModelSizes) -> Iterator[ModelSizes]:
+    """Yield the sizes, then those that need less memory, as far as the settings leave that open:
+    with drafts that are chains, not trees, and with draft copies in fewer bits.
+    """
     method = sizes.method.with_smaller_copies
-    if not (alone or budget or method is None):
-        # All ranks know that one of them has no room for a retrieval level.
-        smaller = replace(sizes, method=method)
-        again = _fitting(smaller, config, room)
-        if shared := agreed(again.budget):
-            sizes, fitted, budget = smaller, again, shared
-    return fitted if budget == fitted.budget else _fitting(sizes, config, room, budget)
+    for each in [sizes] if method is None else [sizes, replace(sizes, method=method)]:
+        yield each
+        if (chains := each.drafting_chains) is not None:
+            yield chains
 
 
-def placed(
+def fit_machine(
     sizes: ModelSizes,
     config: EngineConfig,
     room: Room,
     most_budget: int | None = None,
     shares: ProcessorShares | None = None,
 ) -> Resolved:
-    """Place a model within the room.
+    """Place a model in device memory, host memory, files, and with the processor.
 
     most_budget: the most tokens that the retrieval cache may have
     shares: what the processor computes; None for what the settings say
@@ -133,7 +185,7 @@ def placed(
     if placement is not None and placement.expert_slots and config.host_compute != AUTO:
         # Pools have the place of experts that are on the device without them.
         placement = None
-    fitted = fit(sizes, room.device_bytes, placement, most_budget)
+    fitted = fit_device(sizes, room.device_bytes, placement, most_budget)
     memory = fitted.memory
     if shares is None and config.host_compute != AUTO:
         shares = ProcessorShares.asked(config.host_compute, sizes.weights)
@@ -145,67 +197,20 @@ def placed(
     return replace(fitted, memory=memory)
 
 
-def _fitting_smaller_copies_too(sizes: ModelSizes, config: EngineConfig, room: Room) -> Resolved:
-    """Return what `_fitting_chains_too` does. If layers stream and there is no retrieval level, or
-    no room, draft copies have fewer bits if that makes room for one.
-    """
-    method = sizes.method.with_smaller_copies
-    if method is None:
-        return _fitting_chains_too(sizes, config, room)
-    smaller = replace(sizes, method=method)
-    try:
-        fitted = _fitting_chains_too(sizes, config, room)
-    except UsageError:
-        with suppress(DoesNotFitError, UsageError):
-            return _fitting_chains_too(smaller, config, room)
-        raise
-    except DoesNotFitError as error:
+def _with_what_fits(
+    error: DoesNotFitError, sizes: ModelSizes, config: EngineConfig, room: Room
+) -> DoesNotFitError:
+    """Return the error extended by what would fit."""
+    if config.placement is not None:
+        return error
+    without_budget = replace(sizes.method, budget=None)
+
+    def refusal(context: int) -> DoesNotFitError | None:
+        shorter = replace(sizes, max_context=context, method=without_budget)
         try:
-            return _fitting_chains_too(smaller, config, room)
-        except DoesNotFitError as other:
-            # They may lack the memory for another part than the copies.
-            raise min(other, error, key=lambda each: each.needed_bytes) from None
-    if fitted.budget or not fitted.memory.streamed_layers:
-        return fitted
-    again = _fitting_chains_too(smaller, config, room)
-    return again if again.budget else fitted
+            fit_machine(shorter, config, room)
+        except DoesNotFitError as error:
+            return error
+        return None
 
-
-def _fitting_chains_too(sizes: ModelSizes, config: EngineConfig, room: Room) -> Resolved:
-    """Return what `_fitting` does. If there is no room for a retrieval level that drafts trees
-    unasked, it drafts chains.
-    """
-    chains = sizes.drafting_chains
-    if chains is None:
-        return _fitting(sizes, config, room)
-    try:
-        fitted = placed(sizes, config, room)
-    except DoesNotFitError:
-        return _fitting(chains, config, room)
-    if fitted.budget:
-        return fitted
-    smaller = _fitting(chains, config, room)
-    return smaller if smaller.budget else fitted
-
-
-def _fitting(
-    sizes: ModelSizes, config: EngineConfig, room: Room, most_budget: int | None = None
-) -> Resolved:
-    """Return what `placed` does. If the model does not fit, the error says what would."""
-    try:
-        return placed(sizes, config, room, most_budget)
-    except DoesNotFitError as error:
-        if config.placement is not None:
-            raise
-        without_budget = replace(sizes.method, budget=None)
-
-        def refusal(context: int) -> DoesNotFitError | None:
-            shorter = replace(sizes, max_context=context, method=without_budget)
-            try:
-                placed(shorter, config, room)
-            except DoesNotFitError as error:
-                return error
-            return None
-
-        budget = sizes.method.budget
-        raise with_what_fits(error, sizes.max_context, refusal, budget) from error
+    return with_what_fits(error, sizes.max_context, refusal, sizes.method.budget)

@@ -25,7 +25,8 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.head import HeadDrafter
-from triforce_core.loading import execution, load
+from triforce_core.loading import execution
+from triforce_core.loading.plan_inputs import plan_with_drafter
 from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_core.settings import EngineConfig, MethodSettings
@@ -316,12 +317,13 @@ def test_a_head_for_which_memory_runs_out_as_it_is_loaded_is_left_out(headed, mo
     ],
 )
 def test_auto_leaves_a_head_out_whose_plan_is_slower(draft, with_head, without, kept) -> None:
-    def resolved(drafter: MtpHead | None, agreed: object) -> SimpleNamespace:
+    def plan(drafter: MtpHead | None) -> SimpleNamespace:
         return SimpleNamespace(seconds_per_token=without if drafter is None else with_head)
 
     head = object.__new__(MtpHead)
     config = EngineConfig(method=MethodSettings(draft=draft))
-    chosen, drafter = load._with_drafter(resolved, head, config, Alone())
+    inputs = SimpleNamespace(ranks=Alone(), config=config, plan=plan)
+    chosen, drafter = plan_with_drafter(inputs, head)
     assert (drafter is head) == kept
     assert chosen.seconds_per_token == (with_head if kept else without)
 

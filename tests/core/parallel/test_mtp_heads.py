@@ -21,7 +21,8 @@ from triforce_core.cli.main import _parser
 from triforce_core.cli.plan.command import _case
 from triforce_core.decoding.contexts.calls import RunHead
 from triforce_core.decoding.drafters.head import HeadDrafter
-from triforce_core.loading import load
+from triforce_core.loading import plan_inputs
+from triforce_core.plan import resolve
 from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.sizes import ModelSizes
 from triforce_offload.errors import DoesNotFitError
@@ -160,14 +161,14 @@ def test_where_one_rank_has_no_room_for_its_part_n_grams_draft_on_all(
     headed, leaders, monkeypatch
 ) -> None:
     path, model = headed
-    resolve = load.resolve
+    fit_machine = resolve.fit_machine
 
     def refused(sizes, *args: object, **options: object) -> object:
         if sizes.drafter and threading.current_thread() is not threading.main_thread():
             raise DoesNotFitError("the head", 2, 1, "planted")
-        return resolve(sizes, *args, **options)
+        return fit_machine(sizes, *args, **options)
 
-    monkeypatch.setattr(load, "resolve", refused)
+    monkeypatch.setattr(resolve, "fit_machine", refused)
     prompt = random_ids(PROMPT)
     with (
         pytest.warns(RuntimeWarning, match="does not fit together with its MTP head"),
@@ -209,14 +210,14 @@ def test_a_folder_is_planned_with_the_bytes_of_its_own_head(
     tmp_path, leaders, monkeypatch, stored: str, ranks: int
 ) -> None:
     quantised_with_head(tmp_path, stored)
-    resolve, of_engine = load.resolve, []
+    resolved, of_engine = plan_inputs.resolve, []
 
     def recorded(sizes: ModelSizes, *args: object, **options: object) -> Resolved:
         if threading.current_thread() is threading.main_thread():
             of_engine.append((sizes.method, sizes.device, *drafting_bytes(sizes)))
-        return resolve(sizes, *args, **options)
+        return resolved(sizes, *args, **options)
 
-    monkeypatch.setattr(load, "resolve", recorded)
+    monkeypatch.setattr(plan_inputs, "resolve", recorded)
     options = {"weights": "stored", "dtype": "bfloat16", "draft": "mtp"}
     with engine(tmp_path, ranks, max_context=200, **options):
         ((method, device, *expected),) = of_engine

@@ -31,7 +31,7 @@ CASES = [
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize(("family", "placed"), CASES)
+@pytest.mark.parametrize(("family", "fit_machine"), CASES)
 def test_the_text_is_the_model_s(tiny, leaders, family: str, placed: str) -> None:
     path, model = tiny(family)
     theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
@@ -70,7 +70,7 @@ def test_one_rank_may_have_a_layer_that_the_processor_computes_for_another(
     ranks add the same kind of numbers.
     """
     path, _ = tiny(family)
-    placed, plans = resolve.placed, []
+    placed, plans = resolve.fit_machine, []
 
     def unlike(*arguments: object, **options: object) -> object:
         found = placed(*arguments, **options)
@@ -79,7 +79,7 @@ def test_one_rank_may_have_a_layer_that_the_processor_computes_for_another(
         plans.append(found.memory.placement.processor_layers)
         return found
 
-    monkeypatch.setattr(resolve, "placed", unlike)
+    monkeypatch.setattr(resolve, "fit_machine", unlike)
     options = {"method": "speculative", "dtype": "bfloat16", "same_bits": "off"}
     with engine(path, 2, PLACED["layers"], **options) as ours:
         result = ours.generate(PROMPT, greedy(NEW))

@@ -12,7 +12,7 @@ import pytest
 from triforce_core.engine import Engine
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.tensors import split_layouts
-from triforce_core.plan.fitting import Resolved, fit
+from triforce_core.plan.fitting import Resolved, fit_device
 from triforce_core.plan.machine import Device
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.candidates import evaluate
@@ -54,11 +54,11 @@ def test_a_budget_fits_where_the_refusal_says(layouts: str, budget: int) -> None
         asks = replace(asks, dtype=dtype, layouts=split_layouts(asks.config, dtype))
     for memory in (GIB // 2, 2 * GIB, 4 * GIB):
         with pytest.raises(DoesNotFitError) as refused:
-            fit(asks, memory)
+            fit_device(asks, memory)
         needed = refused.value.needed_bytes
-        assert fit(asks, needed).budget == budget
+        assert fit_device(asks, needed).budget == budget
         with pytest.raises(DoesNotFitError):
-            fit(asks, needed - 1)
+            fit_device(asks, needed - 1)
 
 
 @pytest.mark.first
@@ -74,7 +74,7 @@ def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
     for quarters in range(8, 4 * 90):
         memory = quarters * GIB // 4
         try:
-            fitted = fit(asks, memory)
+            fitted = fit_device(asks, memory)
         except DoesNotFitError:
             assert not seen, "refused where less was accepted"
             continue
@@ -110,8 +110,8 @@ def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
 
 
 def test_a_budget_that_is_asked_for_is_made_where_nothing_streams() -> None:
-    assert fit(wanted("llama2-7b", 4096), 80 * GIB).budget == 0
-    assert fit(wanted("llama2-7b", 4096, budget=512), 80 * GIB).budget == 512
+    assert fit_device(wanted("llama2-7b", 4096), 80 * GIB).budget == 0
+    assert fit_device(wanted("llama2-7b", 4096, budget=512), 80 * GIB).budget == 512
 
 
 def test_reclaimed_memory_counts_as_the_devices_own() -> None:
@@ -129,7 +129,7 @@ def test_more_memory_is_never_slower(shape: str, context: int) -> None:
     seconds = []
     for gib in range(6, 90, 2):
         try:
-            fitted = fit(asks, gib << 30)
+            fitted = fit_device(asks, gib << 30)
         except DoesNotFitError:
             assert not seconds, "refused where less was accepted"
             continue
@@ -144,14 +144,14 @@ def test_more_memory_is_never_slower(shape: str, context: int) -> None:
 def test_kv_that_stays_and_is_not_chosen_from_is_one_block() -> None:
     """Its tail takes the whole text and no more."""
     asks = wanted("llama2-7b", 4096, method="autoregressive")
-    small, large = fit(asks, 8 * GIB), fit(asks, 40 * GIB)
+    small, large = fit_device(asks, 8 * GIB), fit_device(asks, 40 * GIB)
     assert small.memory.requirements.kv_blocks > 0
     assert large.memory.requirements.kv_blocks == 0
     assert large.memory.requirements.kv.tail_tokens(1) == 4097
     assert not MemoryPlan(large.memory.requirements, large.memory.placement).streams
-    asked = fit(replace(asks, block_tokens=256), 40 * GIB)
+    asked = fit_device(replace(asks, block_tokens=256), 40 * GIB)
     assert asked.memory.requirements.kv.block_tokens == 256
-    chosen_from = fit(wanted("llama2-7b", 4096, budget=1024), 40 * GIB)
+    chosen_from = fit_device(wanted("llama2-7b", 4096, budget=1024), 40 * GIB)
     assert chosen_from.memory.requirements.kv_blocks > 0
 
 
@@ -160,7 +160,7 @@ def test_one_block_is_made_only_where_it_fits() -> None:
     asks = wanted("llama2-7b", 4096, method="autoregressive")
     resident = []
     for eighths in range(8 * 13, 8 * 18):
-        fitted = fit(asks, eighths * GIB // 8)
+        fitted = fit_device(asks, eighths * GIB // 8)
         assert fitted.memory.device_bytes <= eighths * GIB // 8
         resident.append(crosses(fitted) == 0)
         if not resident[-1]:
@@ -223,7 +223,7 @@ def test_no_budget_makes_layers_stream_where_a_smaller_one_does_not() -> None:
     budgets, smaller = asks.method.budgets, 0
     for quarters in range(4 * 16, 4 * 24):
         memory = quarters * GIB // 4
-        fitted = fit(asks, memory)
+        fitted = fit_device(asks, memory)
         streamed = {}
         for budget in budgets:
             with suppress(DoesNotFitError):

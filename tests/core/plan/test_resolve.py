@@ -178,7 +178,7 @@ def test_ranks_try_copies_in_3_bits_together(*, later: bool) -> None:
 
     room = Room(22 * GIB, 512 * GIB)
     whole = Whole(sizes.config, None, dense)
-    found = resolve(sizes, config, room, dense, whole=whole, peers=Peer())
+    found = resolve(sizes, config, room, dense, whole=whole, ranks=Peer())
     assert len(asked) == 2
     assert min(asked) > 0
     assert found.budget == (asked[1] if later else 0)
@@ -207,6 +207,7 @@ class _Peer(NamedTuple):
 
     meeting: _Meeting
     index: int
+    count: int
 
     def least(self, number: int) -> int:
         return min(self.meeting.together(self.index, "least", number))
@@ -241,7 +242,7 @@ def on_ranks(
             *(sizes, config, rooms[index], own),
             hardware=rates,
             whole=Whole(shape.config, drafter, pieces),
-            peers=_Peer(meeting, index),
+            ranks=_Peer(meeting, index, len(rooms)),
         )
 
     with ThreadPoolExecutor(len(rooms)) as threads:
@@ -259,7 +260,7 @@ def rates_of_ranks(
     meeting, card = _Meeting(len(links)), torch.device("cuda", 0)
 
     def found(index: int) -> Hardware | None:
-        ranks = SimpleNamespace(count=len(links), index=index, least=_Peer(meeting, index).least)
+        ranks = SimpleNamespace(count=len(links), index=index, least=_Peer(meeting, index, 2).least)
         return devices.rates(card, torch.bfloat16, SimpleNamespace(bandwidth=links[index]), ranks)
 
     with ThreadPoolExecutor(len(links)) as threads:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from triforce_core.model.parts.kept import kv_shape
-from triforce_core.plan.fitting import ProcessorShares, Resolved, fit, without_kernels
+from triforce_core.plan.fitting import ProcessorShares, Resolved, fit_device, without_kernels
 from triforce_core.plan.levels import fitting_budget
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import (
@@ -277,7 +277,7 @@ def _fit(case: Case, method: MethodSettings) -> Resolved:
     if "resident_kv_blocks" in case.fixed:
         # Keep the block size for streaming, even if all blocks would fit.
         sizes = replace(sizes, block_tokens=sizes.requirements(0).kv.block_tokens)
-    fitted = fit(sizes, room.device_bytes)
+    fitted = fit_device(sizes, room.device_bytes)
     fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
     memory, blocks = fitted.memory, fitted.memory.kv.blocks
     if fixed:
