@@ -22,6 +22,7 @@ from triforce_core.model.transformer import Model
 from triforce_core.params import SamplingParams, without_fields
 from triforce_core.plan.plan import Plan
 from triforce_core.requests.batch import Batch, Member, Receiver
+from triforce_core.requests.one_thread import one_thread_at_a_time
 from triforce_core.requests.pool import Contexts
 from triforce_core.requests.request import Asked, Request, all_asked_for, asked_for
 from triforce_core.requests.run_all import all_of
@@ -36,6 +37,7 @@ from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.runtime import Runtime
 
 
+@one_thread_at_a_time("_add", "_add_alone", "forget", "save_context", "copy_context", "restore")
 class Engine:
     """An engine for one model. Create it with `from_pretrained`; close it with `close` or `with`.
 
@@ -58,6 +60,7 @@ class Engine:
         self._contexts = Contexts(self.new_context, self.sequences)
         fallback = MemoryFallback(loaded.models, self.drafting)
         self._batch = Batch(self.runtime, fallback, self._report_layer, self._freed)
+        self.busy = self._batch.busy
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._closed = False
 
@@ -103,11 +106,6 @@ class Engine:
     def memory(self) -> DeviceMemory:
         """The device's memory: its budget, its peak and its allocations."""
         return self.runtime.memory
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that weights and KV take."""
-        return self.runtime.host.nbytes
 
     @property
     def link(self) -> Link:
@@ -243,8 +241,6 @@ class Engine:
         """
         if self._closed:
             raise UsageError("the engine is closed")
-        if not self.has_room:
-            raise UsageError("the engine has as many requests under way as it has sequences")
         asked = asked_for(self._loaded, prompt, params, reuse)
         return self._add(asked, receive, Event(), owner)
 
@@ -268,8 +264,7 @@ class Engine:
         self._contexts.close()
 
     def save_context(self, path: str | Path, about: Mapping[str, str] | None = None) -> int:
-        """Write the latest context to a file, whole or not at all: its tokens, their KV and the
-        scores of its chunks. Return the number of tokens.
+        """Write the latest context to a file, whole or not at all. Return the number of tokens.
 
         about: texts to save with it. Raises UsageError if there is no context, DoesNotFitError if
             the host lacks memory for the copies, or OutputError.
@@ -285,9 +280,8 @@ class Engine:
         Raises UsageError if it is another model's or damaged, DoesNotFitError or LinkError.
         """
         self._check_free()
-        most, digest = self.memory_plan.requirements.context_tokens, self._loaded.digest
         shapes = self.models.whole_kv, self.models.whole_recent
-        own = (*shapes, digest, self.config.vocab, most)
+        own = (*shapes, self._loaded.digest, self.config.vocab, self.max_context)
         with self.runtime.memory.typed_errors(), reading(path, *own) as saved:
             self.restore(saved)
             return LoadedContext(len(saved.tokens), saved.about)
@@ -329,7 +323,7 @@ class Engine:
             self._contexts.restore(saved, owner)
 
     def close(self) -> None:
-        """End all requests and release everything. May be called twice.
+        """End all requests and release everything; a second call does nothing.
 
         Raises UsageError during a pass: call `interrupt` first.
         """
@@ -355,7 +349,9 @@ class Engine:
         self.close()
 
     def _add(self, asked: Asked, receive: Receiver, interrupted: Event, owner: str) -> Member:
-        """Add a valid request. Raises DoesNotFitError or RankError."""
+        """Add a valid request. Raises UsageError without room, DoesNotFitError or RankError."""
+        if not self.has_room:
+            raise UsageError("the engine has as many requests under way as it has sequences")
         memory = self.runtime.memory
         try:
             with memory.typed_errors(), memory.current(), ExitStack() as undo:
@@ -376,8 +372,14 @@ class Engine:
 
     def _pieces(self, asked: Asked, interrupted: Event) -> Generator[Piece | Completion]:
         """Run a request on demand. See `Batch.pieces`."""
+        return (yield from self._batch.pieces(lambda to: self._add_alone(asked, to, interrupted)))
+
+    def _add_alone(self, asked: Asked, receive: Receiver, interrupted: Event) -> Member:
         self._check_free()
-        return (yield from self._batch.pieces(lambda to: self._add(asked, to, interrupted, "")))
+        return self._add(asked, receive, interrupted, "")
+
+    def _report_layer(self, layer: int) -> None:
+        self.progress("prefill", layer + 1, len(self.config.layers))
 
     def _freed(self, context: Context, sound: bool) -> None:
         if not sound:
@@ -391,9 +393,6 @@ class Engine:
             raise UsageError("the engine serves one request at a time, and one is under way")
 
     def new_context(self) -> Context:
-        """Create a context that no request uses. The caller closes it. Raises DoesNotFitError."""
+        """Create a context that the caller closes. Raises DoesNotFitError."""
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
             return Context(self.models)
-
-    def _report_layer(self, layer: int) -> None:
-        self.progress("prefill", layer + 1, len(self.config.layers))

@@ -87,7 +87,7 @@ def sample(engine: Engine, elapsed: float) -> Figures:
         "threads": threading.active_count(),
         "descriptors": process.num_fds(),
         "device_bytes": sum(engine.memory.by_purpose().values()),
-        "host_bytes": engine.host_bytes,
+        "host_bytes": engine.runtime.host.nbytes,
     }
     print(found, file=sys.stderr, flush=True)
     return found

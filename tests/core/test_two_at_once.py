@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from command import least_memory
 from helpers import BLOCK, PLACEMENTS, random_ids
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.requests.batch import Batch
+from triforce_offload.errors import UsageError
 
 PROMPTS = [random_ids(60, seed) for seed in range(4)]
 # Of engines that share nothing but the process: what streams, what drafts, and how a text is drawn.
@@ -81,3 +84,41 @@ def test_two_processes_at_once_on_one_cache(speaking, tmp_path) -> None:
         said += [json.loads(file.read_text())["token_ids"] for file in files]
     assert len(said[0]) == 20
     assert said[0] == said[1] == said[2]
+
+
+def test_a_thread_that_comes_during_a_pass_waits_or_is_refused(tiny, monkeypatch) -> None:
+    """At the moment when the pass has taken its requests out of the list of those that run."""
+    path, _ = tiny("llama")
+    params, known = SamplingParams(6, temperature=0), Batch._current_for
+    begun, comes = threading.Event(), threading.Event()
+    told: list = []
+    contexts: list[int] = []
+
+    def slowly(self: Batch, members: list) -> object:
+        if self._new or begun.is_set():
+            return known(self, members)
+        begun.set()
+        assert comes.wait(60)
+        # Long enough for a thread that does not wait.
+        time.sleep(0.2)
+        contexts.append(len(engine._contexts._all))
+        return known(self, members)
+
+    def other() -> None:
+        assert begun.wait(60)
+        comes.set()
+        try:
+            told.append(engine.generate(random_ids(20, 7), params).token_ids)
+        except UsageError as error:
+            told.append(str(error))
+
+    with Engine.from_pretrained(path, device="cpu", max_context=100) as engine:
+        expected = engine.generate(random_ids(9), params).token_ids
+        others = engine.generate(random_ids(20, 7), params).token_ids
+        monkeypatch.setattr(Batch, "_current_for", slowly)
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert engine.generate(random_ids(9), params, reuse=False).token_ids == expected
+        thread.join(60)
+        assert contexts == [1]
+        assert told[0] == others or "one is under way" in told[0]

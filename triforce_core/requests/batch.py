@@ -20,6 +20,7 @@ from triforce_core.decoding.contexts.context import Context, begin_pass, run_pas
 from triforce_core.decoding.contexts.kv_parts import Interrupted
 from triforce_core.decoding.contexts.memory_fallback import MemoryFallback
 from triforce_core.decoding.decoder import Step
+from triforce_core.requests.one_thread import one_thread_at_a_time
 from triforce_core.requests.request import Request
 from triforce_core.requests.stream import Completion, Piece
 from triforce_offload.errors import TriforceError
@@ -59,6 +60,7 @@ class Member:
         self.interrupted.set()
 
 
+@one_thread_at_a_time("add", "prefill", "decode", "drop")
 class Batch:
     """A batch of requests that run together, in the calling thread.
 
@@ -76,6 +78,8 @@ class Batch:
         """each_layer: called after each layer of a prefill, with the layer's index
         ended: called when a request's context is free, with whether the context can be reused
         """
+        # Also held while requests and contexts are made or changed.
+        self.busy = threading.RLock()
         self._runtime = runtime
         self._fallback = fallback
         self._each_layer = each_layer
