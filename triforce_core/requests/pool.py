@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.snapshot import Snapshot, restore, snapshot_of
-from triforce_offload.errors import UsageError
+from triforce_core.requests.loss import WORTH_COPYING, loses_much
+from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.memory.host import check_available
 
 
@@ -23,6 +25,8 @@ class Contexts:
         self._most = most
         self._all: list[Context] = []
         self._owners: dict[Context, str] = {}
+        # Number of tokens of the last prompt of each.
+        self._prompts: dict[Context, int] = {}
         self._taken: list[Context] = []
 
     @property
@@ -49,11 +53,12 @@ class Contexts:
         """Take a context for a prompt. Return it, and whether its KV may be reused, which is not
         the case if it belongs to another owner.
 
-        Takes the free context that shares the longest prefix with the tokens. If less than half of
-        that context would be kept, takes a new one while there may be more, or else the free one
-        that was unused for longest.
+        Takes the free context that shares the longest prefix with the tokens. If that context
+        belongs to another conversation, which would lose much of it, takes a new one while there
+        may be more, or else the free one that was unused for longest, and copies the context to it
+        if a long prefix is shared.
 
-        Raises DoesNotFitError.
+        Raises DoesNotFitError, LinkError or RankError.
         """
 
         def shared(context: Context) -> int:
@@ -61,24 +66,49 @@ class Contexts:
 
         free = [each for each in self._all if each not in self._taken]
         best = max(free, key=shared, default=None)
-        makes = len(self._all) < self._most
-        if best is None or (makes and 2 * shared(best) < best.length):
+        if best is None:
             best = self._make()
-        elif 2 * shared(best) < best.length:
-            # The context that was unused for longest.
-            best = free[0]
+        elif self._loses_much(best, shared(best)):
+            best = self._instead_of(best, free, copies=shared(best) >= WORTH_COPYING)
         self._all = [each for each in self._all if each is not best] + [best]
         self._taken.append(best)
         known = self._owners.get(best, owner) == owner
-        self._owners[best] = owner
+        self._owners[best], self._prompts[best] = owner, len(tokens)
         return best, known
+
+    def _loses_much(self, context: Context, kept: int) -> bool:
+        """Whether a prompt that shares `kept` tokens should not take a context."""
+        prompt = self._prompts.get(context, context.length)
+        return 2 * kept < context.length or loses_much(context.length, prompt, kept)
+
+    def _instead_of(self, best: Context, free: Sequence[Context], *, copies: bool) -> Context:
+        """Return another context than `best`, if there may be one. copies: whether to copy it"""
+        other = free[0]
+        if len(self._all) < self._most:
+            with suppress(DoesNotFitError):
+                other = self._make()
+        if copies and other is not best:
+            try:
+                _check_copy(best, 1, all_marks=best.models.ranks.count > 1)
+                restore(other, snapshot_of(best))
+            except BaseException:
+                self._forget(other)
+                other.close()
+                raise
+            self._owners[other] = self._owners[best]
+        return other
+
+    def _forget(self, context: Context) -> None:
+        """Remove a context from the pool."""
+        self._all = [each for each in self._all if each is not context]
+        for about in (self._owners, self._prompts):
+            about.pop(context, None)
 
     def give_back(self, context: Context, sound: bool) -> None:
         """Free a context. It is closed if it is not `sound`."""
         self._taken.remove(context)
         if not sound:
-            self._all.remove(context)
-            del self._owners[context]
+            self._forget(context)
             context.close()
 
     def snapshot(self) -> Snapshot:
@@ -124,6 +154,7 @@ class Contexts:
             self._all.pop().close()
         self._taken.clear()
         self._owners.clear()
+        self._prompts.clear()
 
 
 def _check_copy(context: Context, layers: int, *, all_marks: bool) -> None:

@@ -7,17 +7,16 @@ from typing import NamedTuple
 
 from triforce_core.decoding.contexts.snapshot import Snapshot
 from triforce_core.engine import Engine
+from triforce_core.requests.loss import WORTH_COPYING, goes_on, loses_much
 from triforce_offload.errors import DoesNotFitError
-
-# A shared prefix of fewer tokens is prefilled again: saving or restoring it is not worth the copy.
-_WORTH_KEEPING = 256
 
 
 class Kept(NamedTuple):
-    """The saved KV of one context, and the client it belongs to."""
+    """The saved KV of one context, the client it belongs to, and the length of its last prompt."""
 
     snapshot: Snapshot
     owner: str
+    prompt: int
 
     def shared(self, tokens: Sequence[int], owner: str) -> int:
         """Return the length of the prefix shared with `tokens`; 0 for another owner."""
@@ -33,6 +32,8 @@ class KeptContexts:
         # With several sequences, each sequence already keeps its own context.
         self._most = most if engine.sequences == 1 else 0
         self._kept: list[Kept] = []
+        # Number of tokens of the last prompt.
+        self._prompt = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -50,32 +51,29 @@ class KeptContexts:
         here = _shared(at_hand, tokens) if self._engine.context_owner == owner else 0
         best = max(self._kept, key=lambda each: each.shared(tokens, owner), default=None)
         found = best.shared(tokens, owner) if best else 0
-        # If the current context starts with the whole prompt, as when an answer is regenerated,
-        # overwriting it loses nothing that a client could ask for. If it shares most of its tokens
-        # with the prompt, little is lost.
-        brings = best is not None and found >= here + _WORTH_KEEPING
+        brings = best is not None and found >= here + WORTH_COPYING
         if brings:
             # Remove it first, so that saving the current context does not evict it.
             self._kept.remove(best)
-        lost = here < len(at_hand) / 2 and here < len(tokens) - 1
-        if len(at_hand) >= _WORTH_KEEPING and lost:
-            self._keep(at_hand)
+        # If the current context starts with the whole prompt, a client went back in it.
+        prompt = self._prompt or len(at_hand)
+        if here < len(tokens) - 1 and loses_much(len(at_hand), prompt, here):
+            self._keep(at_hand, prompt)
         if brings:
-            self._engine.restore(*best)
+            self._engine.restore(best.snapshot, best.owner)
+        self._prompt = len(tokens)
 
-    def _keep(self, tokens: Sequence[int]) -> None:
+    def _keep(self, tokens: Sequence[int], prompt: int) -> None:
         """Save the current context, unless host memory has no room for it.
 
         Drop the saved contexts that it continues.
         """
         owner = self._engine.context_owner
         self._kept = [
-            each
-            for each in self._kept
-            if 2 * each.shared(tokens, owner) < len(each.snapshot.tokens)
+            each for each in self._kept if not goes_on(each.prompt, each.shared(tokens, owner))
         ]
         try:
-            self._kept.append(Kept(self._engine.copy_context(), owner))
+            self._kept.append(Kept(self._engine.copy_context(), owner, prompt))
         except DoesNotFitError:
             return
         del self._kept[: -self._most]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 from running import CONTEXT, HELLO, serving
+from tooled import write_tooled
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.server.settings import ServerSettings
@@ -165,6 +166,28 @@ def test_more_conversations_than_are_kept_take_turns(speaking, kept: int) -> Non
             known += used.prompt_tokens_details.cached_tokens >= 299
         assert known == 0, "each was forgotten before its turn came again"
         assert create(prompt="a" * 300 + "f", **base).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_conversations_that_share_a_long_beginning_keep_their_own_ends(
+    tmp_path, sequences: int
+) -> None:
+    """With one sequence their KV waits in host memory; with several each has a context."""
+    beginning = "You are careful. " * 40
+    model = write_tooled(tmp_path, "hermes")
+    with serving(model, max_context=2000, sequences=sequences) as running:
+        create = running.client.completions.create
+        base = {"model": "tiny", "temperature": 0, "max_tokens": 10}
+        texts = {name: beginning + name * 300 for name in "ab"}
+        # The second conversation shares the beginning of the first.
+        least = {"a": 0, "b": len(beginning)}
+        for turn in range(3):
+            for name, text in texts.items():
+                answer = create(prompt=text, **base)
+                known = answer.usage.prompt_tokens_details.cached_tokens
+                assert known >= least[name], (turn, name)
+                least[name] = len(text)
+                texts[name] = text + answer.choices[0].text + "more"
 
 
 def test_prompts_are_counted_each_and_logprobs_are_of_the_text(server) -> None:
