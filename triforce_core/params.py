@@ -231,10 +231,15 @@ def _check_kind(name: str, params: object, others: str = "") -> None:
     raise UsageError(f"{name} must be SamplingParams{others}, got {kind}{write}")
 
 
-def check_context(prompt_tokens: int, new_tokens: int, limit: int, whose: str) -> None:
-    """Raise UsageError if a prompt and its new tokens exceed `limit` positions."""
+def check_context(
+    prompt_tokens: int, new_tokens: int, limit: int, whose: str, which: str = ""
+) -> None:
+    """Raise UsageError if a prompt and its new tokens exceed `limit` positions.
+
+    whose: who has the limit. which: words that name the prompt, if there are several
+    """
     if prompt_tokens + new_tokens > limit:
         raise UsageError(
-            f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} "
-            f"positions {whose}"
+            f"{which}{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the "
+            f"{limit} positions {whose}"
         )

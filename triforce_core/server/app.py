@@ -60,7 +60,7 @@ def make_app(
 
     app = FastAPI(title="triforce-offload", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=settings)
-    _add_errors(app, settings, log)
+    _add_errors(app, settings, metrics, log)
     _add_health(app, worker, settings, metrics)
     asking = Asking(worker, settings)
     app.include_router(openai_routes(asking))
@@ -91,11 +91,14 @@ def _in_log(line: str) -> str:
     return "".join(each if each.isprintable() else " " for each in line[:_LONGEST_LINE])
 
 
-def _add_errors(app: FastAPI, settings: ServerSettings, log: Callable[[str], None]) -> None:
+def _add_errors(
+    app: FastAPI, settings: ServerSettings, metrics: Metrics, log: Callable[[str], None]
+) -> None:
     def said(
         request: Request, content: dict[str, Any], status: int, headers: Any = None
     ) -> JSONResponse:
-        """Return an error in the format of the route's API, and log it."""
+        """Return an error in the format of the route's API. Count and log it."""
+        metrics.refused(status)
         log(_in_log(f"refused: {request.url.path}, {status}: {content['error']['message']}"))
         return JSONResponse(in_form(request.url.path, content), status, headers)
 

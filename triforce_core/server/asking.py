@@ -114,14 +114,17 @@ class Asking:
         """Return parameters that keep what a request says of its tools."""
         if not uses.described:
             return params
-        if params.json_schema is not None:
-            raise UsageError("a response_format and tools cannot be used in one request")
-        form = format_of(self.worker.engine.tokenizer.chat_template)
-        if uses.required:
-            grammar = form.grammar(uses.required_schemas)
+        form, schema = format_of(self.worker.engine.tokenizer.chat_template), params.json_schema
+        if uses.required or schema is not None:
+            if uses.required:
+                grammar = form.grammar(uses.required_schemas)
+                asked = "tool_choice must be auto or none"
+            else:
+                grammar = form.grammar_or_answer(uses.schemas, schema)
+                asked = "a response_format and tools cannot be used in one request"
             if grammar is None:
-                raise UsageError("tool_choice must be auto or none for this model's tool calls")
-            params = replace(params, grammar=grammar)
+                raise UsageError(f"{asked}: this model's calls of tools have no grammar for it")
+            params = replace(params, grammar=grammar, json_schema=None)
             self._check_grammar(params)
             return params
         if not uses.parallel and form.ends:
@@ -168,9 +171,7 @@ class Asking:
         """
         most, prompt = self.worker.context_tokens, len(asked.turn.tokens)
         if prompt >= most:
-            raise ContextLengthError(
-                f"the prompt has {prompt} tokens, and the context has room for {most}"
-            )
+            raise ContextLengthError(f"the prompt has {prompt} tokens, and {_longest(most)}")
         return checked(params_of(most - prompt), self.worker.engine.config.vocab)
 
     def _check_length(self, texts: Sequence[str], least_tokens: int) -> None:
@@ -182,13 +183,12 @@ class Asking:
         most, characters = self.worker.context_tokens, sum(map(len, texts))
         if least_tokens >= most:
             raise ContextLengthError(
-                f"the prompt has {least_tokens} tokens or more, and the context has room for {most}"
+                f"the prompt has {least_tokens} tokens or more, and {_longest(most)}"
             )
         if characters > most * MOST_CHARACTERS_OF_A_TOKEN:
             raise ContextLengthError(
-                f"the prompt has {characters} characters, and the context has room for {most} "
-                f"tokens: more than {MOST_CHARACTERS_OF_A_TOKEN} characters for each are not "
-                "processed"
+                f"the prompt has {characters} characters, and {_longest(most)}: more than "
+                f"{MOST_CHARACTERS_OF_A_TOKEN} characters for each are not processed"
             )
 
     async def _prepared(self, make: Callable[[], _Made]) -> _Made:
@@ -198,6 +198,11 @@ class Asking:
         """
         with self.worker.preparing():
             return await asyncio.get_running_loop().run_in_executor(self.worker.preparers, make)
+
+
+def _longest(tokens: int) -> str:
+    """Return the words for the longest context by which clients such as LiteLLM know the error."""
+    return f"this model's maximum context length is {tokens} tokens"
 
 
 def other_model(name: str, settings: ServerSettings) -> str:

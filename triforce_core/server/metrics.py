@@ -19,28 +19,29 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         registry = {"registry": self.registry}
-        self._requests = Counter(
-            "triforce_requests", "Texts that were asked for", ["outcome"], **registry
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"triforce_{name}", about, labels, **registry)
+
+        def histogram(name: str, about: str) -> Histogram:
+            return Histogram(f"triforce_{name}", about, buckets=_SECONDS, **registry)
+
+        self._requests = counter("requests", "Texts by the way in which they ended", "outcome")
+        self._refused = counter("refusals", "Requests that were answered with an error", "status")
+        self._tokens = counter(
+            "tokens", "Tokens that were prefilled, reused from a context, or generated", "kind"
         )
-        self._tokens = Counter("triforce_tokens", "By what became of them", ["kind"], **registry)
-        self._drafts = Counter("triforce_drafts", "Drafted tokens", ["outcome"], **registry)
-        self._link = Counter("triforce_link_bytes", "Over the link", ["direction"], **registry)
-        self._busy = Counter("triforce_link_busy_seconds", "Carrying to the device", **registry)
-        self._decode = Counter("triforce_decode_seconds", "Spent in decoding", **registry)
-        self._waited = Histogram(
-            "triforce_queue_seconds", "Waiting for the engine", buckets=_SECONDS, **registry
+        self._drafts = counter("drafts", "Draft tokens by the target's verdict", "outcome")
+        self._link = counter("link_bytes", "Bytes that crossed the link", "direction")
+        self._busy = counter("link_busy_seconds", "Seconds in which the link carried to the device")
+        self._decode = counter("decode_seconds", "Seconds of decoding")
+        self._waited = histogram("queue_seconds", "Seconds that a text waited for the engine")
+        self._first = histogram(
+            "first_token_seconds", "Seconds from the request to the first token of its text"
         )
-        self._first = Histogram(
-            "triforce_first_token_seconds",
-            "From being asked to the first token",
-            buckets=_SECONDS,
-            **registry,
-        )
-        self._each = Histogram(
-            "triforce_token_seconds", "Of each token after it", buckets=_SECONDS, **registry
-        )
-        self._waiting = Gauge("triforce_waiting", "Requests that wait", **registry)
-        self._running = Gauge("triforce_running", "Requests under way", **registry)
+        self._each = histogram("token_seconds", "Mean seconds of each further token of a text")
+        self._waiting = Gauge("triforce_waiting", "Requests that wait for the engine", **registry)
+        self._running = Gauge("triforce_running", "Texts that are being generated", **registry)
 
     def served(self, job: Job, result: Completion | BaseException) -> None:
         """Count a job that has ended."""
@@ -72,6 +73,10 @@ class Metrics:
         self._first.observe(waited + stats["seconds"]["prefill"])
         if stats["seconds_per_token"]:
             self._each.observe(stats["seconds_per_token"])
+
+    def refused(self, status: int) -> None:
+        """Count a request that is answered with an error."""
+        self._refused.labels(str(status)).inc()
 
     def text(self, worker: Worker) -> bytes:
         """Return all metrics in the Prometheus text format."""

@@ -107,8 +107,12 @@ def test_a_conversation_is_saved_and_goes_on(
     code, second, err = talk(capsys, monkeypatch, speaking, *lines)
     assert first + second == whole
     assert prefilled(err)[1] > len("Hello")
-    code, third, _ = talk(capsys, monkeypatch, speaking, "And you?", options=("--load", str(file)))
+    load = ("--load", str(file))
+    code, third, _ = talk(capsys, monkeypatch, speaking, "And you?", options=load)
     assert third == second
+    code, _, err = talk(capsys, monkeypatch, speaking, options=(*load, "--system", "Short"))
+    assert code == 2
+    assert "--system cannot be used with --load" in err
 
 
 def test_a_system_prompt_and_files_are_part_of_it(speaking, capsys, monkeypatch, tmp_path) -> None:

@@ -148,6 +148,16 @@ def test_prompts_that_cannot_be_read_are_named(
     assert not (tmp_path / "answers").exists()
 
 
+def test_a_prompt_that_is_too_long_is_named_by_its_line(speaking, capsys, tmp_path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("Hi\n\n" + "x" * 600 + "\nHello\n")
+    command = ("generate", speaking, "--prompts-file", prompts, "--output", tmp_path / "answers")
+    code, _, err = run(capsys, *command)
+    assert code == 2
+    assert f"{prompts}, line 3: 600 prompt tokens" in " ".join(err.split())
+    assert not (tmp_path / "answers").exists()
+
+
 def test_what_is_no_file_of_answers_is_left_as_it_is(speaking, capsys, tmp_path) -> None:
     prompts, notes = tmp_path / "prompts", tmp_path / "notes"
     prompts.write_text("Hello")

@@ -40,11 +40,11 @@ def never_tokenised(monkeypatch) -> None:
     [
         (CHAT, {"messages": [{"role": "user", "content": "x" * (MOST + 1)}]}, "characters"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * MOST}, *HELLO]}, "characters"),
-        (CHAT, {"messages": HELLO * CONTEXT}, f"has room for {CONTEXT}"),
+        (CHAT, {"messages": HELLO * CONTEXT}, f"context length is {CONTEXT}"),
         (CHAT, {"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
         (COMPLETE, {"prompt": "x" * (MOST + 1)}, "characters"),
         (COMPLETE, {"prompt": ["x", "x" * (MOST + 1)]}, "characters"),
-        (COMPLETE, {"prompt": [1] * CONTEXT}, f"has room for {CONTEXT}"),
+        (COMPLETE, {"prompt": [1] * CONTEXT}, f"context length is {CONTEXT}"),
         (COMPLETE, {"prompt": ["x"] * 17}, "16"),
         (COMPLETE, {"prompt": ["x"] * 9, "n": 2}, "16"),
     ],

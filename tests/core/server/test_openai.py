@@ -114,7 +114,7 @@ def test_what_is_not_there(server) -> None:
     assert create(model="tiny.gguf", prompt="x", max_tokens=1).model == "tiny"
     assert [model.id for model in server.client.models.list()] == ["tiny"]
     assert server.client.models.retrieve("tiny").context_length == CONTEXT
-    with pytest.raises(openai.BadRequestError, match=f"has room for {CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=f"context length is {CONTEXT}"):
         server.client.completions.create(model="tiny", prompt="x" * 400)
 
 

@@ -357,7 +357,7 @@ def test_a_served_prompt_that_is_too_long_is_shown_as_an_error(
 ) -> None:
     page = opened(profile, f"http://127.0.0.1:{served.port}")
     send(page, "x" * (CONTEXT + 1))
-    assert f"has room for {CONTEXT}" in page.inner_text(".note.error")
+    assert f"context length is {CONTEXT}" in page.inner_text(".note.error")
 
 
 @pytest.mark.slow

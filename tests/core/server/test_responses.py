@@ -183,7 +183,7 @@ def test_a_schema_of_the_answer_is_kept(tooled: Running) -> None:
     ("change", "said"),
     [
         ({"previous_response_id": "resp_1"}, "responses are not stored here"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "web_search"}]}, "tools of type 'web_search' are not supported"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

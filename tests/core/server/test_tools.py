@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import openai
 import pytest
 from running import HELLO, Running, serving
-from tooled import TIME, WEATHER, write_tooled
+from tooled import TEMPLATES, TIME, WEATHER, write_tooled
+
+from triforce_core.loading.open_model import OpenModel
+from triforce_core.requests.answer.tool_formats import LlamaCalls, tool_format
 
 pytest.importorskip("llguidance")
 BASE = {"model": "tiny", "messages": HELLO, "tools": [WEATHER, TIME], "temperature": 0}
@@ -138,10 +142,6 @@ def test_one_call_at_most_where_parallel_calls_are_off(hermes) -> None:
             "tools.0.function.name must match",
         ),
         (
-            {"tools": [TIME], "response_format": {"type": "json_object"}},
-            "a response_format and tools cannot be used in one request",
-        ),
-        (
             {
                 "messages": [
                     {
@@ -171,9 +171,73 @@ def test_wrong_tools_are_refused(hermes, change: dict[str, Any], said: str) -> N
         hermes.client.chat.completions.create(**body)
 
 
+SHAPE = {
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}},
+    "required": ["done"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_is_a_call_or_follows_the_response_format(tooled: Running) -> None:
+    """The model is random: only the grammar makes the one or the other whole. A call of Llama's is
+    JSON, as an answer is.
+    """
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SHAPE}}
+    asked = BASE | {"response_format": wanted}
+    if isinstance(tool_format(tooled.worker.engine.tokenizer.chat_template), LlamaCalls):
+        with pytest.raises(openai.BadRequestError, match="cannot be used in one request"):
+            tooled.client.chat.completions.create(**asked)
+        return
+    # The bytes with which a call begins, in most families.
+    for bias in {}, {ord("<"): 100}, {ord("{"): 100}:
+        choice = tooled.client.chat.completions.create(**asked, logit_bias=bias).choices[0]
+        if choice.message.tool_calls:
+            (call,) = choice.message.tool_calls
+            assert choice.finish_reason == "tool_calls"
+            assert call.function.name in ("get_weather", "now")
+        else:
+            assert type(json.loads(choice.message.content)["done"]) is bool
+    # A call that is required is not an answer.
+    choice = tooled.client.chat.completions.create(**asked, tool_choice="required").choices[0]
+    assert choice.message.tool_calls
+
+
+@pytest.mark.parametrize(
+    ("family", "call", "answer"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "{}"),
+        ("qwen3.5", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "{}"),
+        ("gpt-oss", "", "<|channel|>final<|message|>{}"),
+    ],
+)
+def test_a_grammar_takes_a_call_or_an_answer(tmp_path, family: str, call: str, answer: str) -> None:
+    llguidance = pytest.importorskip("llguidance")
+    with closing(OpenModel.at(write_tooled(tmp_path, family))) as model:
+        tokenizer = model.tokenizer
+        form = tool_format(TEMPLATES[family])
+        grammar = form.grammar_or_answer({"now": {}}, json.dumps(SHAPE))
+        known = tokenizer.for_grammars(model.checkpoint.config.vocab, None)
+        for text, right in (
+            *((call, True), (answer.replace("{}", '{"done": true}'), True)),
+            *((answer, False), (answer.replace("{}", '{"done": 1}'), False), ("Hello", False)),
+        ):
+            matcher = llguidance.LLMatcher(known, llguidance.LLMatcher.grammar_from_lark(grammar))
+            ids = tokenizer.encode_rendered(text)
+            taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+            assert taken == right or not text, text
+
+
+def test_a_function_without_parameters_gets_no_arguments(tooled: Running) -> None:
+    bare = {"type": "function", "function": {"name": "now"}}
+    asked = BASE | {"tools": [bare], "tool_choice": "required", "temperature": 1}
+    (call,) = tooled.client.chat.completions.create(**asked).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {}
+
+
 def test_long_descriptions_count_as_the_prompt(hermes) -> None:
     function = {"name": "f", "description": "x" * 40_000}
-    with pytest.raises(openai.BadRequestError, match="has room for 2000"):
+    with pytest.raises(openai.BadRequestError, match="context length is 2000"):
         hermes.client.chat.completions.create(
             model="tiny", messages=HELLO, tools=[{"type": "function", "function": function}]
         )

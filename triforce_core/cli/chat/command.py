@@ -62,6 +62,8 @@ def converse(args: argparse.Namespace, lines: Callable[[], Lines | OneMessage]) 
     params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
     config = of_world(engine_config(args, None))
     if args.load:
+        if args.system:
+            raise UsageError("--system cannot be used with --load, which continues a conversation")
         saved_tokens(args.load)
     with ExitStack() as stack:
         bars = ProgressBars(show=not args.quiet)

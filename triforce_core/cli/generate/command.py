@@ -62,15 +62,17 @@ def generate(args: argparse.Namespace) -> int:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
         tokenizer = model.tokenizer
         tasks = tasks_of(args, tokenizer, prompt)
-        token_ids = max((task.token_ids for task in tasks), key=len)
+        longest = max(tasks, key=lambda task: len(task.token_ids))
+        token_ids = longest.token_ids
         positions = model.checkpoint.config.positions
         until_full = params.max_new_tokens == UNTIL_FULL
         new = 1 if until_full else params.max_new_tokens
-        check_context(len(token_ids), new, positions, "the model has")
+        which = f"{args.prompts_file}, line {longest.line}: " if longest.line else ""
+        check_context(len(token_ids), new, positions, "the model has", which)
         asked = given(args, EngineConfig).get("max_context")
         check_ctx_size(asked, positions)
         if asked is not None:
-            check_context(len(token_ids), new, asked, "--ctx-size gives")
+            check_context(len(token_ids), new, asked, "--ctx-size gives", which)
         needed = min(max(len(token_ids) + new, kept), positions)
         if until_full:
             needed = positions

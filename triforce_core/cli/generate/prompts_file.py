@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,14 @@ class Task:
     index: its position among the prompts, from 0
     digest: a hash of its line
     name: its "id", if it has one
+    line: its line in the file, from 1; 0 if it is of no file
     """
 
     index: int
     token_ids: list[int]
     digest: str
     name: Any = None
+    line: int = 0
 
 
 def read_tasks(
@@ -59,7 +61,8 @@ def read_tasks(
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                tasks.append(_task(len(tasks), line, tokenizer, rendered, to_messages, before))
+                task = _task(len(tasks), line, tokenizer, rendered, to_messages, before)
+                tasks.append(replace(task, line=number))
             except UsageError as error:
                 raise UsageError(f"{path}, line {number}: {error}") from error
     if not tasks:

@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from triforce_core.model.tokenizing.shown import FUNCTION_GEMMA_TAGS, GEMMA_TAGS, MISTRAL_TAGS
 from triforce_core.requests.answer.arguments import DECODER, as_arguments, dumped, loaded
@@ -49,6 +49,8 @@ class ToolFormat(ABC):
 
     begins: str = ""
     ends: str = ""
+    # What a grammar has before an answer in text.
+    before_answers: ClassVar[str] = ""
 
     @abstractmethod
     def calls(self, body: str, tools: Tools) -> list[ToolCall]:
@@ -67,6 +69,19 @@ class ToolFormat(ABC):
         Raises UsageError if a tool cannot be called in this format.
         """
         return None
+
+    def grammar_or_answer(self, tools: Tools, schema: str) -> str | None:
+        """Return a Lark grammar of one call, or else of an answer that is a JSON value; None if
+        there is none, also if calls are JSON values as answers are.
+
+        schema: of the answer, as JSON
+        Raises UsageError as `grammar` does.
+        """
+        grammar = self.grammar(tools)
+        if grammar is None or not (self.begins or self.before_answers):
+            return None
+        calls = grammar.replace("start: ", "call: ", 1)
+        return f"start: call | {self.before_answers} answer\nanswer: %json {schema}\n{calls}"
 
 
 def tool_format(template: str) -> ToolFormat | None:
@@ -226,6 +241,8 @@ class MistralCalls(ToolFormat):
 @dataclass(frozen=True)
 class ChannelCalls(ToolFormat):
     """Messages to functions, in channels: gpt-oss. `ChannelSplit` finds them."""
+
+    before_answers: ClassVar[str] = '<|channel|> "final" <|message|>'
 
     def calls(self, body: str, tools: Tools) -> list[ToolCall]:
         raise ValueError("calls are in the headers of messages")

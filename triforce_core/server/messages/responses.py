@@ -106,6 +106,14 @@ class FunctionTool(Function):
     type: Literal["function"]
 
 
+def _functions_alone(tools: object) -> object:
+    for tool in tools if isinstance(tools, list) else []:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise ValueError(f"tools of type {kind!r} are not supported: describe a function")
+    return tools
+
+
 class NamedChoice(NamedFunction):
     type: Literal["function"]
 
@@ -116,7 +124,8 @@ class TextFormat(JsonSchema):
 
 class TextOptions(Strict):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    # Accepted without effect.
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class Reasoning(Strict):
@@ -143,7 +152,12 @@ class ResponsesRequest(Strict):
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: (
+        Annotated[
+            list[FunctionTool], Field(max_length=MOST_TOOLS), BeforeValidator(_functions_alone)
+        ]
+        | None
+    ) = None
     tool_choice: (
         Annotated[Literal["none", "auto", "required"] | NamedChoice, OR_SAYS_CHOICES] | None
     ) = None
@@ -160,8 +174,9 @@ class ResponsesRequest(Strict):
     include: list[str] | None = None
     store: bool | None = None
     prompt_cache_retention: str | None = None
+    # Prompts are never cut.
+    truncation: Literal["disabled", "auto"] | None = None
     # Accepted only with values that request nothing.
-    truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = None
     conversation: None = None

@@ -219,6 +219,9 @@ class ChatRequest(Sampled):
 
     # Variables of the chat template, whose effect depends on the template.
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    # Hints that are accepted without effect.
+    verbosity: Literal["low", "medium", "high"] | None = None
+    prediction: JsonObject | None = None
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
 
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None

@@ -83,6 +83,10 @@ class CallOfMessage(Strict):
         return {"id": self.id or "", "type": "function", "function": function}
 
 
+# The parameters of a function that is described without any.
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 @dataclass(frozen=True)
 class ToolUse:
     """The tools of a request.
@@ -101,7 +105,7 @@ class ToolUse:
     def schemas(self) -> Tools:
         """The JSON schema of the parameters of each function, by name."""
         functions = [tool["function"] for tool in self.described]
-        return {each["name"]: each.get("parameters") or {} for each in functions}
+        return {each["name"]: each.get("parameters", _NOTHING) for each in functions}
 
     @property
     def required_schemas(self) -> Tools:
