@@ -165,6 +165,17 @@ class KVPlan:
         return (self.blocks - self.resident) * self.shape.block_bytes
 
 
+# Fields of a placement that change no layer, and what follows from layers alone.
+_NOT_OF_LAYERS = {
+    *("embedding_resident", "resident_kv_blocks", "reclaimed_kv_blocks", "processor_kv"),
+    *("weight_slots", "kv_slots", "staging_slots"),
+}
+_OF_LAYERS = (
+    *("layers", "weights_link_bytes", "weights_prefill_link_bytes", "weights_file_bytes"),
+    *("processor_bytes", "slot_bytes"),
+)
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """Where everything of a model and its contexts goes, and how many bytes it takes there."""
@@ -310,7 +321,12 @@ class MemoryPlan:
 
     def placed(self, **changes: object) -> MemoryPlan:
         """Return the plan with other values of its placement."""
-        return replace(self, placement=replace(self.placement, **changes))
+        plan = replace(self, placement=replace(self.placement, **changes))
+        if changes.keys() <= _NOT_OF_LAYERS:
+            # A search asks for many plans with the same layers.
+            known = {name: self.__dict__[name] for name in _OF_LAYERS if name in self.__dict__}
+            plan.__dict__.update(known)
+        return plan
 
     def check(self, limit_bytes: int) -> None:
         """Raise DoesNotFitError if the plan needs more than `limit_bytes` of the device, and

@@ -12,9 +12,15 @@ from triforce_core.model.known.shapes import SHAPES, read_model, read_shape
 from triforce_core.model.sharing.share import Share
 from triforce_core.model.tensors import stored_layouts
 from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve, expected_tokens
+from triforce_core.plan.simulation.alternatives import (
+    faster_by_copies,
+    faster_on_one_gpu,
+    faster_with_fewer_sequences,
+    together,
+)
 from triforce_core.plan.simulation.candidates import Candidate, candidates
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.search import BUDGETS, choose, faster_by_copies
+from triforce_core.plan.simulation.search import BUDGETS, choose
 from triforce_core.settings import MethodSettings
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import gpu_names, named
@@ -351,3 +357,19 @@ def test_known_mixes_take_what_published_files_do() -> None:
     assert {kind.name for _, kind in small.pieces("layers.0.down")} == {"Q6_K"}
     with pytest.raises(UsageError, match="'Q4_K_X' is none of Q2_K, Q3_K_M, Q4_K_S"):
         read_model("llama3.1-8b:Q4_K_X")
+
+
+def test_fewer_gpus_and_fewer_sequences_are_named_where_they_are_faster() -> None:
+    """Two cards sum over PCIe in every layer; and 32 sequences need more KV than the card has."""
+    shape, card = read_model("qwen3-30b-a3b:Q4_K_M"), named("rtx4090")
+    auto = {"auto": frozenset({"weights", "kv"})}
+    two = choose(Case(shape.config, replace(card, gpus=2), 32_768, pieces=shape.pieces, **auto))
+    alone = faster_on_one_gpu(two)
+    assert alone.case.hardware.gpus == 1
+    assert alone.seconds_per_token < 0.9 * two.seconds_per_token
+    assert faster_on_one_gpu(alone) is None
+    many = choose(Case(read_shape("llama3.1-8b"), card, 8192, sequences=32, **auto))
+    fewer = faster_with_fewer_sequences(many)
+    assert fewer.case.sequences < 32
+    assert together(fewer) > together(many)
+    assert faster_with_fewer_sequences(fewer) is None

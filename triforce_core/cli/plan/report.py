@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from triforce_core.cli.plan.run_command import on_lines
 from triforce_core.cli.terminal.console import Printer, Row
 from triforce_core.model.known.shapes import read_model
+from triforce_core.plan.simulation.alternatives import (
+    faster_by_copies,
+    faster_on_one_gpu,
+    faster_when_dense,
+    faster_with_fewer_sequences,
+    together,
+)
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.prediction import Prediction, links
-from triforce_core.plan.simulation.search import faster_by_copies, faster_when_dense
 from triforce_offload.units import format_bytes
 
 
@@ -49,18 +56,8 @@ def print_plan(
     if case.sequences == 1:
         console.print("It takes the prompt from standard input, or from --prompt-file FILE.")
     _say_if_beyond(console, model, case.context)
-    if faster := faster_by_copies(chosen):
-        console.print(
-            "Faster: add --draft-weights int4 for "
-            f"{1 / faster.seconds_per_token:.1f} tokens/s ({faster.seconds_per_token:.4f} s/token)"
-            f"; its copies of all layers take {_copies(faster)} of the device."
-        )
-    if dense := faster_when_dense(chosen):
-        console.print(
-            f"Faster: add --weights dense for {1 / dense.seconds_per_token:.1f} tokens/s "
-            f"({dense.seconds_per_token:.4f} s/token); weights then take "
-            f"{format_bytes(dense.memory.requirements.weights_bytes)} of the device."
-        )
+    for text in _faster(chosen):
+        console.print(text)
     if compared:
         ratio = compared.seconds_per_token / prediction.seconds_per_token
         console.print(
@@ -69,13 +66,39 @@ def print_plan(
         )
 
 
+def _faster(chosen: Candidate) -> Iterator[str]:
+    """Yield sentences about changes that make the plan faster."""
+    if copies := faster_by_copies(chosen):
+        nbytes = format_bytes(copies.memory.device_parts["draft_copies"])
+        yield (
+            f"Faster: add --draft-weights int4 for {_speed(copies)}; its copies of all layers take "
+            f"{nbytes} of the device."
+        )
+    if dense := faster_when_dense(chosen):
+        nbytes = format_bytes(dense.memory.requirements.weights_bytes)
+        yield (
+            f"Faster: add --weights dense for {_speed(dense)}; weights then take {nbytes} of the "
+            "device."
+        )
+    if alone := faster_on_one_gpu(chosen):
+        yield f"Faster: one of these GPUs alone gives {_speed(alone)}."
+    if fewer := faster_with_fewer_sequences(chosen):
+        count, all_of_them = fewer.case.sequences, chosen.case.sequences
+        few = f"{count} sequences at a time give" if count > 1 else "one sequence at a time gives"
+        yield (
+            f"Faster: {few} {together(fewer):.1f} tokens/s together, {all_of_them} give "
+            f"{together(chosen):.1f}."
+        )
+
+
+def _speed(chosen: Candidate) -> str:
+    seconds = chosen.seconds_per_token
+    return f"{1 / seconds:.1f} tokens/s ({seconds:.4f} s/token)"
+
+
 def _kept(case: Case) -> str:
     """Return in what weights are kept."""
     return "as stored" if case.pieces else case.dtype.name
-
-
-def _copies(chosen: Candidate) -> str:
-    return format_bytes(chosen.memory.device_parts["draft_copies"])
 
 
 def _say_if_beyond(console: Printer, model: str, context: int) -> None:

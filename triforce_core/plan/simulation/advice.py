@@ -9,6 +9,11 @@ from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.settings import AUTO, DENSE, EXACT, STORED
 from triforce_offload.units import format_bytes
 
+# What a desktop of 2024 with two channels of DDR5-6000 measures.
+_USUAL_CPU = (
+    "a CPU that computes too (plan with --host-bandwidth 60GB/s --host-flops 1TFLOP/s, say)"
+)
+
 
 def bottleneck(chosen: Candidate) -> str:
     """Return a sentence that names the longest part of a round and what would help."""
@@ -20,7 +25,7 @@ def bottleneck(chosen: Candidate) -> str:
     if what == "wait":
         return _of_the_link(chosen, share)
     if what == "draft":
-        return f"drafting: {share} drafts; {_cheaper_drafts(chosen)} would help"
+        return f"drafting: {share} drafts; {_cheaper_drafts(chosen)}"
     if 2 * (cost.processor_seconds + cost.attention_seconds) > cost.compute_seconds:
         return (
             f"the CPU: {share} is computing, most of it by the CPU; more device memory "
@@ -38,8 +43,12 @@ def _of_the_link(chosen: Candidate, share: str) -> str:
             f"the disk: {waits}, of which {format_bytes(cost.disk_bytes)} are read at {rate:.1f} "
             "GB/s; more host memory would help"
         )
-    rate = hardware.stream_bytes_per_second / 1e9
-    return f"the link: {waits} at {rate:.1f} GB/s; {_fewer_bytes(chosen)} would help"
+    rate = hardware.stream_bytes_per_second
+    # Several GPUs share the host's memory.
+    slow = rate < min((hardware.link_bytes_per_second, *hardware.other_links))
+    what, remedies = ("host memory", "faster host memory or ") if slow else ("the link", "")
+    remedies += _fewer_bytes(chosen)
+    return f"{what}: {waits} at {rate / 1e9:.1f} GB/s; {remedies} would help"
 
 
 def _fewer_bytes(chosen: Candidate) -> str:
@@ -58,19 +67,22 @@ def _fewer_bytes(chosen: Candidate) -> str:
         remedies.append("longer drafts")
     if case.host_compute == AUTO and not case.hardware.emulated:
         known = chosen.round.processor.known
-        remedies += [] if known else ["a CPU that computes too (--host-bandwidth and --host-flops)"]
+        remedies += [] if known else [_USUAL_CPU]
     remedies.append("more device memory")
     return " or ".join(remedies)
 
 
 def _cheaper_drafts(chosen: Candidate) -> str:
-    """Return changes that make draft tokens cheaper."""
+    """Return changes that make draft tokens cheaper. A draft model also takes memory, so it may not
+    help.
+    """
     case, plan = chosen.case, chosen.plan
     remedies = []
     if plan.budget and case.method.draft_weights == EXACT:
         remedies.append("drafting from fewer bits (--draft-weights auto)")
     if plan.budget and case.method.draft_kv == EXACT:
         remedies.append("a retrieval cache in 8 bits (--draft-kv auto)")
+    would = f"{' or '.join([*remedies, 'faster device memory'])} would help"
     if case.draft_config is None:
-        remedies.append("a small draft model (--draft MODEL)")
-    return " or ".join([*remedies, "faster device memory"])
+        would += ", and a head (--draft eagle3, say) or a small draft model may"
+    return would

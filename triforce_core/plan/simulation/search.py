@@ -16,7 +16,6 @@ from triforce_core.settings import (
     AUTO,
     AUTO_DRAFT_TOKENS,
     EXACT,
-    INT4,
     INT8,
     NO_DRAFTER,
     SPLIT,
@@ -33,8 +32,6 @@ TREES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, AUTO_DRAFT_TOKENS)
 # Of these, those by which plans are compared before the lengths of the best are chosen.
 _FEW_DRAFTS = (1, 4, 12, 32, 80)
 _FEW_INNER_DRAFTS = (1, 3, 6)
-# What is advised takes this share of a token's seconds at most.
-_LEAST_GAIN = 0.9
 # Blocks are split unasked if a token takes this share of the seconds at most: what joining them
 # takes was not measured on a GPU.
 _LEAST_GAIN_OF_SPLITTING = 0.98
@@ -53,7 +50,7 @@ def choose(case: Case) -> Candidate:
     for each in chain.from_iterable(map(_ways, drafters)):
         found = None
         try:
-            found = _choose(each)
+            found = choose_in_format(each)
             plans.append(found)
         except DoesNotFitError as error:
             refused = refused or error
@@ -61,7 +58,7 @@ def choose(case: Case) -> Candidate:
             plans += _with_smaller_copies(each)
     if refused and not plans:
         raise refused
-    return _with_best_lengths(min(plans, key=_with_a_margin))
+    return with_best_lengths(min(plans, key=_with_a_margin))
 
 
 def _with_a_margin(plan: Candidate) -> float:
@@ -76,44 +73,9 @@ def _with_smaller_copies(case: Case) -> list[Candidate]:
     if method is None or case.fixed.get("method", "triforce") != "triforce":
         return []
     with suppress(DoesNotFitError):
-        best = _choose(replace(case, method=method))
+        best = choose_in_format(replace(case, method=method))
         return [best] if best.plan.placement.copied_layers else []
     return []
-
-
-def faster_by_copies(plain: Candidate) -> Candidate | None:
-    """Return the plan in which draft copies of all layers draft, if it is a tenth faster at least.
-
-    A run makes such copies only if it is asked to: they take memory and time to load.
-    """
-    case = plain.case
-    if case.method.draft_weights != AUTO or not case.hardware.asynchronous:
-        return None
-    method = replace(case.method, draft_weights=INT4, copy_bits=AUTO)
-    try:
-        best = _with_best_lengths(_choose(replace(case, method=method)))
-    except TriforceError:
-        return None
-    copies = len(best.plan.placement.copied_layers)
-    saves = best.seconds_per_token <= _LEAST_GAIN * plain.seconds_per_token
-    return best if copies and saves else None
-
-
-def faster_when_dense(plain: Candidate) -> Candidate | None:
-    """Return the plan in which quantised weights become dense, if it is a tenth faster at least.
-
-    Some cards read dense weights faster than they compute with blocks. A run keeps the blocks
-    unless it is asked not to.
-    """
-    case = replace(plain.case, pieces=None)
-    quantised = "weights" in plain.case.auto and plain.case.pieces and not plain.case.split
-    if not quantised or plain.memory.streams or case.layouts.nbytes > case.hardware.memory_bytes:
-        return None
-    try:
-        best = _with_best_lengths(_choose(case))
-    except TriforceError:
-        return None
-    return best if best.seconds_per_token <= _LEAST_GAIN * plain.seconds_per_token else None
 
 
 def _ways(case: Case) -> list[Case]:
@@ -147,7 +109,7 @@ def _may_split_blocks(case: Case) -> bool:
     return splits_blocks(case.config, case.dtype, case.stored)
 
 
-def _choose(case: Case) -> Candidate:
+def choose_in_format(case: Case) -> Candidate:
     """Return the fastest plan of a case with fixed formats, with one of a few lengths."""
     case.check()
     draft_kv = case.method.draft_kv
@@ -167,7 +129,7 @@ def _choose(case: Case) -> Candidate:
     return best
 
 
-def _with_best_lengths(best: Candidate) -> Candidate:
+def with_best_lengths(best: Candidate) -> Candidate:
     """Return the plan with whichever drafts are fastest, in the formats that it has."""
     case, plan = best.case, best.plan
     fitting, _ = _of_lengths(

@@ -43,6 +43,7 @@ from triforce_core.plan.simulation.costs.launches import (
     further_launches,
     selection_work,
 )
+from triforce_core.plan.simulation.costs.once import once_for_each
 from triforce_core.plan.simulation.costs.products import Product, integer_seconds
 from triforce_kernels.limits import (
     FEW_ROWS,
@@ -89,6 +90,7 @@ class Costs:
         work = max(nbytes / hardware.memory_bytes_per_second, flops / hardware.flops_per_second)
         return self.launched(work, launches, recorded)
 
+    @once_for_each
     def before(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of a layer before its attention."""
         mixer, matrices, launches = self._layer.mixer, self.matrices, self.launches
@@ -107,6 +109,7 @@ class Costs:
             layer += share * self._told(4 * (tokens + 1))
         return layer
 
+    @once_for_each
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of a layer after its attention, with its two sums over GPUs."""
         layers = self.config.layers
@@ -122,6 +125,7 @@ class Costs:
         layer = self.launched(work, count, recorded)
         return layer + 2 * self.all_reduce(tokens)
 
+    @once_for_each
     def experts(self, tokens: int) -> float:
         """Return the seconds of the products with the experts of an average layer: those that the
         tokens choose are read once, and a kernel decodes them for each tile of the rows that chose
@@ -163,6 +167,7 @@ class Costs:
         split = self.matrices.experts_read is Read.SPLIT_BF16
         return most_tile_rows(self.dtype.itemsize, split=split)
 
+    @once_for_each
     def attend(
         self,
         tokens: int,
@@ -240,6 +245,7 @@ class Costs:
         scores = (nbytes - kv) / hardware.memory_bytes_per_second
         return self.launched(products + scores, launches, recorded)
 
+    @once_for_each
     def decode_block(self, shape: KVShape, *, recorded: bool = False) -> float:
         """Return the seconds of decoding a block of KV."""
         if not shape.split:
@@ -250,6 +256,7 @@ class Costs:
         piece = self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 1, recorded=recorded)
         return max(decoding, piece) if hardware.asynchronous else decoding + piece
 
+    @once_for_each
     def merge(self, tokens: int, parts: int, *, recorded: bool = False) -> float:
         rows, launches = tokens * self.config.attention.queries, self.launches.merge
         nbytes = 3.0 * parts * rows * self.dtype.itemsize
@@ -261,6 +268,7 @@ class Costs:
         each = SMALL_KERNEL_SECONDS if self.hardware.asynchronous else 0.0
         return self.launched(kernels * each, kernels, recorded)
 
+    @once_for_each
     def head(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of the final norm, the output matrix and the distributions."""
         config = self.config
@@ -284,6 +292,7 @@ class Costs:
         steps = LAW_PASSES * -(-self.config.vocab // LAW_STEP_NUMBERS) + LAW_SEARCH_STEPS
         return steps * LAW_STEP_SECONDS
 
+    @once_for_each
     def resident_layer(
         self, tokens: int, keys: int, *, recorded: bool = True, rounded: bool = False
     ) -> float:

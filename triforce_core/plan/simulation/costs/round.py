@@ -162,7 +162,8 @@ class RoundCost:
             return replace(self, memory=self.memory.placed(processor_kv=step / _SHARES))
 
         def computes(step: int) -> bool:
-            return cost(step).compute_seconds >= cost(step).link_seconds
+            found = cost(step)
+            return found.compute_seconds >= found.link_seconds
 
         # The larger the share, the longer it computes, and the shorter the link is busy.
         enough = bisect_left(range(_SHARES), True, key=computes)
