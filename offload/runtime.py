@@ -12,8 +12,8 @@ from triforce_offload.conveyor import Conveyor
 from triforce_offload.copies import PassCopies
 from triforce_offload.errors import LinkError
 from triforce_offload.kv.caches.processor import ProcessorAttention
+from triforce_offload.kv.evictions import StagingSlots
 from triforce_offload.kv.index.store import IndexStore
-from triforce_offload.kv.leaving import StagingSlots
 from triforce_offload.kv.recent.store import RecentStore
 from triforce_offload.kv.recent.stores import RecentStores
 from triforce_offload.kv.sequence import SequenceKV

@@ -10,7 +10,7 @@ from io import StringIO
 from pathlib import Path
 
 from triforce_core.cli.main import main
-from triforce_core.cli.terminal.leaving import NAMES
+from triforce_core.cli.terminal.ending import NAMES
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
 

@@ -11,7 +11,7 @@ from helpers import random_ids
 
 from triforce_core import Engine
 from triforce_core.decoding.contexts.context import Context
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_core.decoding.drafters.model_proposer import ModelDrafter
 from triforce_core.decoding.drafters.of_states import DrafterOfStates
@@ -39,7 +39,7 @@ def walk(engine: Engine) -> Iterator[tuple[HeadDrafter, list[int]]]:
             own.text.commit(text[-1:])
             rows = [text[-1], *random_ids(5, len(text))]
             kept = choose.randint(1, 6)
-            own.run(Ask(torch.tensor(rows)))
+            own.run(PassInput(torch.tensor(rows)))
             own.keep(range(kept))
             own.text.commit(rows[1:kept])
             own.end()

@@ -144,7 +144,7 @@ def _be_interrupted(terminal: int, argv: list[str], folder: Path, moment: dict[s
     from fault_points import Faults, Held, planted
 
     from triforce_core.cli.main import main
-    from triforce_core.cli.terminal.leaving import leave_at_once
+    from triforce_core.cli.terminal.ending import leave_at_once
 
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from triforce_offload.conveyor import Conveyor, Transfer
-from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.evictions import StagingSlots
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.store import KVStore
 from triforce_offload.link.link import LinkCounters

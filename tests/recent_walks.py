@@ -14,7 +14,7 @@ from helpers import random_ids
 
 from triforce_core import Engine
 from triforce_core.decoding.contexts.context import Context, Interrupted
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 
 
 def walk_trees(ours: Engine, model: torch.nn.Module) -> int:
@@ -30,7 +30,7 @@ def walk_trees(ours: Engine, model: torch.nn.Module) -> int:
     for rows in (2, 30, 64):
         parents = [-1, *(max(-1, row - choose.choice((1, 1, 1, 2))) for row in range(1, rows))]
         tokens = torch.tensor(random_ids(rows, rows))
-        logits = own.run(Ask(tokens, tuple(parents), False, False))
+        logits = own.run(PassInput(tokens, tuple(parents), False, False))
         for row in {0, rows // 2, rows - 1}:
             branch, at = [], row
             while at >= 0:
@@ -94,7 +94,7 @@ def walk_cuts(ours: Engine, model: torch.nn.Module, seed: str) -> tuple[int, int
         own.text.commit([read.logits.argmax().item()])
         for _ in range(choose.randint(0, 20)):
             token = torch.tensor(own.text.tokens[-1:])
-            logits = own.run(Ask(token, None, True, False))
+            logits = own.run(PassInput(token, None, True, False))
             own.text.commit([logits.argmax().item()])
         known = own.text.tokens[: own.length]
         own.end()

@@ -9,7 +9,7 @@ from helpers import PLACEMENTS, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context, run_pass
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 
 # Tokens that a context may have.
 _ROOM = 150
@@ -43,7 +43,7 @@ def alone(running: Engine, text: Sequence[int], prompt: int) -> torch.Tensor:
     context, logits = prefilled(running, text[:prompt])
     rows = [logits]
     for token in text[prompt:]:
-        rows.append(context.run(Ask(torch.tensor([token]), is_kept=True)))
+        rows.append(context.run(PassInput(torch.tensor([token]), is_kept=True)))
     context.close()
     return torch.cat(rows)
 
@@ -55,7 +55,7 @@ def in_passes(running: Engine, text: Sequence[int], prompt: int, rows: int) -> t
     while place < len(text):
         tokens = torch.tensor(text[place : place + rows])
         count = len(tokens) if len(found) % 2 else (len(tokens) + 1) // 2
-        found.append(context.run(Ask(tokens))[:count])
+        found.append(context.run(PassInput(tokens))[:count])
         context.keep(range(count))
         place += count
     context.close()
@@ -76,7 +76,7 @@ def in_trees(running: Engine, text: Sequence[int], prompt: int) -> torch.Tensor:
             # Two rows that lead nowhere: the first follows the text, the second the first.
             text_row = row // 3 * 3 - 1
             parents.append(row - 1 if row % 3 == 1 else text_row)
-        logits = context.run(Ask(torch.tensor(tokens), tuple(parents)))
+        logits = context.run(PassInput(torch.tensor(tokens), tuple(parents)))
         found.append(logits[path])
         context.keep(path)
         place += len(line)
@@ -114,7 +114,7 @@ def beside_others(
     expected = alone(running, text, lengths[0])
     contexts = [prefilled(running, text[:length])[0] for length in lengths]
     for _ in range(3):
-        asks = [Ask(torch.tensor(text[each.length : each.length + 7])) for each in contexts]
+        asks = [PassInput(torch.tensor(text[each.length : each.length + 7])) for each in contexts]
         for context, logits in zip(contexts, run_pass(contexts, asks), strict=True):
             first = context.length + 1 - lengths[0]
             different += int((logits != expected[first : first + 7]).any(1).sum())

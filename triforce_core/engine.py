@@ -24,7 +24,7 @@ from triforce_core.plan.plan import Plan
 from triforce_core.requests.batch import Batch, Member, Receiver
 from triforce_core.requests.one_thread import one_thread_at_a_time
 from triforce_core.requests.pool import Contexts
-from triforce_core.requests.request import Asked, Request, all_asked_for, asked_for
+from triforce_core.requests.request import Request, ValidRequest, all_validated, validated
 from triforce_core.requests.run_all import all_of
 from triforce_core.requests.stream import Completion, Piece, Stream
 from triforce_core.requests.timeline import traced
@@ -195,8 +195,8 @@ class Engine:
         Raises UsageError immediately if the request is invalid.
         """
         self._check_free()
-        interrupted, asked = Event(), asked_for(self._loaded, prompt, params, reuse)
-        stream = Stream(self._pieces(asked, interrupted), interrupted)
+        interrupted, valid = Event(), validated(self._loaded, prompt, params, reuse)
+        stream = Stream(self._pieces(valid, interrupted), interrupted)
         self._streams.add(stream)
         return stream
 
@@ -214,7 +214,7 @@ class Engine:
 
         Raises UsageError before any request starts, DoesNotFitError or LinkError.
         """
-        each = all_asked_for(self._loaded, prompts, params, reuse)
+        each = all_validated(self._loaded, prompts, params, reuse)
         return all_of(self, prompts, each, reuse=reuse)
 
     @property
@@ -241,8 +241,8 @@ class Engine:
         """
         if self._closed:
             raise UsageError("the engine is closed")
-        asked = asked_for(self._loaded, prompt, params, reuse)
-        return self._add(asked, receive, Event(), owner)
+        valid = validated(self._loaded, prompt, params, reuse)
+        return self._add(valid, receive, Event(), owner)
 
     def step(self) -> bool:
         """Prefill new prompts, then run a pass over all requests. Return whether any still runs."""
@@ -348,7 +348,9 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add(self, asked: Asked, receive: Receiver, interrupted: Event, owner: str) -> Member:
+    def _add(
+        self, valid: ValidRequest, receive: Receiver, interrupted: Event, owner: str
+    ) -> Member:
         """Add a valid request. Raises UsageError without room, DoesNotFitError or RankError."""
         if not self.has_room:
             raise UsageError("the engine has as many requests under way as it has sequences")
@@ -358,10 +360,10 @@ class Engine:
                 if trace := self._loaded.trace:
                     afresh = not self._batch.members
                     receive = traced(receive, self.models, trace, afresh=afresh)
-                context, known = self._contexts.take(asked.tokens, owner)
+                context, known = self._contexts.take(valid.tokens, owner)
                 undo.callback(self._contexts.give_back, context, sound=False)
-                asked = replace(asked, reuse=asked.reuse and known)
-                request = Request(asked, context, self.drafting, interrupted, *self._loaded.about)
+                valid = replace(valid, reuse=valid.reuse and known)
+                request = Request(valid, context, self.drafting, interrupted, *self._loaded.about)
                 undo.pop_all()
         except BaseException:
             self.models.ranks.recover()
@@ -370,13 +372,13 @@ class Engine:
         self._batch.add(member)
         return member
 
-    def _pieces(self, asked: Asked, interrupted: Event) -> Generator[Piece | Completion]:
+    def _pieces(self, valid: ValidRequest, interrupted: Event) -> Generator[Piece | Completion]:
         """Run a request on demand. See `Batch.pieces`."""
-        return (yield from self._batch.pieces(lambda to: self._add_alone(asked, to, interrupted)))
+        return (yield from self._batch.pieces(lambda to: self._add_alone(valid, to, interrupted)))
 
-    def _add_alone(self, asked: Asked, receive: Receiver, interrupted: Event) -> Member:
+    def _add_alone(self, valid: ValidRequest, receive: Receiver, interrupted: Event) -> Member:
         self._check_free()
-        return self._add(asked, receive, interrupted, "")
+        return self._add(valid, receive, interrupted, "")
 
     def _report_layer(self, layer: int) -> None:
         self.progress("prefill", layer + 1, len(self.config.layers))

@@ -142,7 +142,7 @@ class SamplingParams:
         return bool(guided or self.logit_bias or any(penalties))
 
     @property
-    def tells_logprobs(self) -> bool:
+    def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
 

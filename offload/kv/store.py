@@ -10,7 +10,7 @@ import torch
 from triforce_offload.errors import DoesNotFitError, LinkError
 from triforce_offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, SplitBlocks
 from triforce_offload.kv.blocks import DeviceBlocks
-from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.evictions import StagingSlots
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.tail import HotTail
 from triforce_offload.link.link import Link
@@ -302,7 +302,7 @@ class KVStore:
             return False
         for layer, count in staying:
             for index, location in enumerate(self._locations[layer][:count]):
-                self._locations[layer][index] = self._leave(location.memory, layer, index)
+                self._locations[layer][index] = self._start_eviction(location.memory, layer, index)
         # Their memory is reused next, so the copies must be complete.
         self._link.synchronize()
         self._resident.close()
@@ -352,12 +352,12 @@ class KVStore:
         if is_dense:
             block = buffer[: self._dense.nbytes]
             self._dense.write(block, keys_values)
-        location = self._leave(block, layer, index, is_dense=is_dense)
-        self._staging.leaves(location.source.after[0])
+        location = self._start_eviction(block, layer, index, is_dense=is_dense)
+        self._staging.copied_after(location.source.after[0])
         locations.append(location)
         self.settle(layer, index, block)
 
-    def _leave(
+    def _start_eviction(
         self, block: torch.Tensor, layer: int, index: int, *, is_dense: bool = False
     ) -> HostLocation:
         """Start the copy of a block to the host and return its new location."""

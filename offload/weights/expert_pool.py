@@ -101,8 +101,9 @@ class ExpertPool:
         self._noted: list[torch.Tensor] = []
 
     def divide(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots of a pass's experts, and those experts that are in none: -1 for each
-        that the other one has. What the device computes next may read the slots.
+        """Return two tensors [rows, active] for the experts that a pass chose: the slot of each (-1
+        if the pool does not have it), and the expert itself if the pool does not have it (else -1).
+        What the device computes next may read the slots.
 
         chosen: experts of each row, [rows, active] int64 on the host
         Raises LinkError.

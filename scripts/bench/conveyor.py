@@ -36,7 +36,7 @@ from bench.predicted import Predicted, compare
 from bench.workloads import MODEL, SAMPLING, greedy, stretches
 from frame import ROOT, Benchmark, Figures, Option, timed
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 from triforce_core.decoding.distributions import distributions
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.plan.machine import Device
@@ -154,7 +154,7 @@ class TimedPasses:
         return seconds, moved / self._link.bandwidth if self._link.bandwidth else 0.0
 
     def _pass(self, tokens: int) -> None:
-        distributions(self._context.run(Ask(self._tokens[:tokens])), greedy(1))
+        distributions(self._context.run(PassInput(self._tokens[:tokens])), greedy(1))
         self._context.keep([0])
         self._passes.begin([self._sequence])
 

@@ -6,8 +6,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 
+import gguf
 import pytest
 import torch
+from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, SPLIT, placed, random_ids, turns
 from simulated_gpu import REAL, TOKENS
 
@@ -358,3 +360,19 @@ def test_smollm2_on_the_gpu_equals_the_cpu() -> None:
         model_file(), device="cuda:0", device_memory="650MiB", tokenizer=tokenizer, **options
     ) as engine:
         assert engine.generate(prompt, GREEDY).token_ids == expected
+
+
+@pytest.mark.parametrize("placement", ["kv", "both"])
+def test_a_quantised_draft_model_drafts_from_its_blocks(tiny, tmp_path, placement: str) -> None:
+    path, model = tiny("llama")
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    prompt, options = random_ids(60), {"max_context": 120, "dtype": "float32"}
+    with Engine.from_pretrained(path, device="cpu", **options) as engine:
+        expected = engine.generate(prompt, GREEDY).token_ids
+    options |= {"draft": tmp_path / "m.gguf", "method": "speculative", "draft_tokens": 4}
+    with Engine.from_pretrained(
+        path, device="cuda:0", placement=PLACEMENTS[placement], **options
+    ) as engine:
+        result = engine.generate(prompt, GREEDY)
+    assert result.token_ids == expected
+    assert result.stats["acceptance"]["target"] > 0.5

@@ -11,7 +11,7 @@ from kv_stores import MAX_PASS, SHAPE, SPLIT, LateLink, kv_of, make_store, start
 
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.errors import DoesNotFitError, LinkError
-from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.evictions import StagingSlots
 from triforce_offload.kv.store import KVStore
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostBlocks, HostMemory

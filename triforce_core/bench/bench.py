@@ -23,7 +23,7 @@ from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.autoregressive import Autoregressive
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.decoder import Ask, advance
+from triforce_core.decoding.decoder import PassInput, advance
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.drafters.draft_levels import make_drafter
 from triforce_core.decoding.recorded import USES_BEFORE
@@ -162,7 +162,7 @@ class Bench:
         context = Context(self.models)
         try:
             fill_randomly(context.sequence, settings.context)
-            context.run(Ask(self._tokens(1)))
+            context.run(PassInput(self._tokens(1)))
             context.keep([0])
             if "pass" in settings.tests:
                 for tokens in (1, settings.draft_tokens + 1):
@@ -174,10 +174,10 @@ class Bench:
 
     def _pass(self, context: Context, tokens: int) -> Row:
         """Time passes, each from the end of the previous one. Its copies begin in between."""
-        ask, sequence = Ask(self._tokens(tokens)), context.sequence
+        rows, sequence = PassInput(self._tokens(tokens)), context.sequence
 
         def verify() -> None:
-            distributions(context.run(ask), _PARAMS)
+            distributions(context.run(rows), _PARAMS)
             context.keep([0])
             self.runtime.passes.begin([sequence])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from triforce_core.cli.terminal.leaving import leave_at_once, leave_with
+from triforce_core.cli.terminal.ending import leave_at_once, leave_with
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ import torch
 
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.contexts.context import Context
-from triforce_core.decoding.decoder import Ask, Prefilled, Step
+from triforce_core.decoding.decoder import PassInput, Prefilled, Step
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.levels import check_token
 from triforce_core.params import SamplingParams
@@ -30,10 +30,10 @@ class Autoregressive:
         self._asked = time.perf_counter()
         return self.take(prompt.logits, 0.0)
 
-    def ask(self, remaining: int) -> Ask:
-        """Decoder.ask."""
+    def next_pass(self, remaining: int) -> PassInput:
+        """Decoder.next_pass."""
         self._asked = time.perf_counter()
-        return Ask(self._last, is_kept=True, more=remaining > 1)
+        return PassInput(self._last, is_kept=True, more=remaining > 1)
 
     @torch.inference_mode()
     def take(self, logits: torch.Tensor, seconds: float) -> Step:

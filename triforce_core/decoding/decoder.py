@@ -25,7 +25,7 @@ class Prefilled(NamedTuple):
     scored: int
 
 
-class Ask(NamedTuple):
+class PassInput(NamedTuple):
     """A pass over rows that follow the kept tokens of a context.
 
     tokens: [rows]
@@ -62,13 +62,13 @@ class Step(NamedTuple):
 class Decoder(Protocol):
     """Decoder of one request, over a context that holds the prompt.
 
-    Call `first` once, then `ask` and `take` in turn.
+    Call `first` once, then `next_pass` and `take` in turn.
     """
 
     def first(self, prompt: Prefilled) -> Step:
         """Draw the token that follows the prompt. Raises CheckpointError as `take` does."""
 
-    def ask(self, remaining: int) -> Ask:
+    def next_pass(self, remaining: int) -> PassInput:
         """Return the pass that yields the next tokens, at most `remaining` of them."""
 
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
@@ -79,12 +79,12 @@ class Decoder(Protocol):
         """
 
 
-def advance(decoder: Decoder, run: Callable[[Ask], torch.Tensor], remaining: int) -> Step:
+def advance(decoder: Decoder, run: Callable[[PassInput], torch.Tensor], remaining: int) -> Step:
     """Return the next tokens, at most `remaining` of them.
 
     run: `Context.run`
     Raises LinkError.
     """
-    ask = decoder.ask(remaining)
+    pass_input = decoder.next_pass(remaining)
     began = time.perf_counter()
-    return decoder.take(run(ask), time.perf_counter() - began)
+    return decoder.take(run(pass_input), time.perf_counter() - began)

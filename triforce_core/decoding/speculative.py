@@ -10,7 +10,7 @@ import torch
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.decoder import Ask, Prefilled, Step
+from triforce_core.decoding.decoder import PassInput, Prefilled, Step
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.levels import (
@@ -76,13 +76,13 @@ class Speculative:
         return Step(tokens, scored=prompt.scored)
 
     @torch.inference_mode()
-    def ask(self, remaining: int) -> Ask:
-        """Decoder.ask."""
+    def next_pass(self, remaining: int) -> PassInput:
+        """Decoder.next_pass."""
         context = self._context
         propose = partial(self._propose, context.text, remaining - 1)
         self._proposed = propose_draft(propose, context.text, context.model.device)
         branches = self._proposed.draft.branches
-        return Ask(self._proposed.fed, branches and branches.of_batch)
+        return PassInput(self._proposed.fed, branches and branches.of_batch)
 
     def _propose(self, text: Text, most: int) -> Draft:
         growth = self._growth

@@ -12,7 +12,7 @@ from triforce_core.model.checkpoints.mtp import MtpHead
 from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan.by_time import Whole
 from triforce_core.plan.fitting import Resolved
-from triforce_core.plan.formats import storable_pieces, with_asked_formats
+from triforce_core.plan.formats import storable_pieces, usable_pieces, with_asked_formats
 from triforce_core.plan.machine import Room
 from triforce_core.plan.resolve import fits_by_rule, resolve
 from triforce_core.plan.sizes import ModelSizes
@@ -71,7 +71,7 @@ class PlanInputs:
         checkpoint, drafter = self.whole
         pieces = storable_pieces(checkpoint.pieces, self.sizes.dtype, self.sizes.device)
         sizes = _of_drafter(self.sizes, drafter if with_drafter else None)
-        return Whole(checkpoint.config, sizes.drafter, pieces, sizes.head_pieces)
+        return Whole(checkpoint.config, sizes.drafter, pieces, sizes.drafter_pieces)
 
 
 def plan_with_drafter(
@@ -115,7 +115,8 @@ def _of_drafter(sizes: ModelSizes, drafter: ReadableDrafter | None) -> ModelSize
     """Return the sizes with a draft model or a head."""
     if drafter is None:
         return sizes
-    if not drafter.config.joins:
-        return replace(sizes, drafter=drafter.config.as_drafter)
-    pieces = storable_pieces(drafter.pieces, sizes.dtype, sizes.device)
-    return replace(sizes, drafter=drafter.config, head_pieces=pieces)
+    config, pieces = drafter.config, storable_pieces(drafter.pieces, sizes.dtype, sizes.device)
+    if not config.joins:
+        config = config.as_drafter
+        pieces = usable_pieces(pieces, config, sizes.dtype, sizes.device)
+    return replace(sizes, drafter=config, drafter_pieces=pieces)

@@ -59,8 +59,9 @@ class Attention(Described):
     score_cap: scores x become score_cap * tanh(x / score_cap); None for no cap
     index: by which a token chooses what it attends to; None if it attends to all. In "qkv" its rows
         come last
-    shares_kv: whether later layers, with a window or without as it is, use its keys and values
-    reuses_kv: whether it is one of these. Caches keep the keys and values once more for it
+    shares_kv: whether later layers use its keys and values: those with a window if it has one, and
+        those without if it has none
+    reuses_kv: whether it uses the keys and values of an earlier layer. Caches keep these once more
     """
 
     _NEWER = frozenset(

@@ -170,11 +170,12 @@ def drafter_layouts(
     """Return layouts of what a draft model has of its own: heads use parts of the model that they
     continue.
 
-    pieces: pieces of the matrices of a head's layers that are kept quantised; None for dense ones
+    pieces: pieces of its matrices that are kept quantised, of a head those of its layers; None for
+        dense ones
     """
     layouts, joins = dense_layouts(config, dtype), config.joins
     if joins is None:
-        return layouts
+        return layouts if pieces is None else stored_layouts(config, dtype, pieces)
     ends = config.own_ends
     head = _dense(ends, dtype)
     if pieces is not None:

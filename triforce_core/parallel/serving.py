@@ -12,7 +12,7 @@ from triforce_core.decoding.contexts import calls, snapshot
 from triforce_core.decoding.contexts.context import Context, begin_pass, run_pass
 from triforce_core.decoding.contexts.kv_parts import Interrupted
 from triforce_core.decoding.contexts.models import Models
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 from triforce_core.parallel.message import DamagedMessageError
 from triforce_core.requests.stats import rank_stats
 from triforce_offload.errors import RankError
@@ -71,13 +71,13 @@ def _run(served: Sequence[_Served], call: calls.RunPass) -> None:
     for own, part in zip(served, call.parts, strict=True):
         own.check(part)
     tokens = call.tokens.split([part.count for part in call.parts])
-    asks = [
-        Ask(own, part.parents, part.is_kept, part.more)
+    inputs = [
+        PassInput(own, part.parents, part.is_kept, part.more)
         for own, part in zip(tokens, call.parts, strict=True)
     ]
-    run_pass([own.context for own in served], asks)
-    for own, ask in zip(served, asks, strict=True):
-        own.ran(ask)
+    run_pass([own.context for own in served], inputs)
+    for own, rows in zip(served, inputs, strict=True):
+        own.ran(rows)
 
 
 class _Served:
@@ -132,10 +132,10 @@ class _Served:
             case _:
                 raise DamagedMessageError(f"{type(call).__name__} came where no rank sends it")
 
-    def ran(self, ask: Ask) -> None:
+    def ran(self, rows: PassInput) -> None:
         """Note the tokens of a pass."""
-        self._last_pass = ask.tokens
-        if ask.is_kept:
+        self._last_pass = rows.tokens
+        if rows.is_kept:
             self._commit([0])
 
     def _commit(self, rows: list[int]) -> None:

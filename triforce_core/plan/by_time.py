@@ -35,13 +35,13 @@ class Whole(NamedTuple):
 
     drafter: config of the draft model or head, None for n-grams
     pieces: pieces of its quantised matrices
-    head_pieces: those of the head, if one drafts
+    drafter_pieces: those of the head, if one drafts
     """
 
     config: ModelConfig
     drafter: ModelConfig | None
     pieces: Pieces
-    head_pieces: Pieces | None = None
+    drafter_pieces: Pieces | None = None
 
 
 def decides(config: EngineConfig, sizes: ModelSizes) -> bool:
@@ -110,7 +110,7 @@ def _case(
         str(method.draft),
         model.drafter,
         model.pieces if quantised else None,
-        model.head_pieces,
+        model.drafter_pieces,
         split=config.weights if config.weights in SPLITS else None,
         split_kv=sizes.kv_split,
         auto=frozenset(name for name, free in auto.items() if free),

@@ -120,6 +120,17 @@ def storable_pieces(pieces: Pieces, dtype: ElementType, device: Device) -> Piece
     return lambda name: [(rows, kind(stored)) for rows, stored in pieces(name)]
 
 
+def usable_pieces(
+    pieces: Pieces, config: ModelConfig, dtype: ElementType, device: Device
+) -> Pieces | None:
+    """Return the pieces of a draft model if its quantised matrices are kept as stored, None if they
+    become dense: where the device decodes them more slowly than it reads dense ones.
+    """
+    stored = stored_layouts(config, dtype, pieces).block_types
+    kept = all(map(device.can_decode if device.gpu else device.has_kernel, stored))
+    return pieces if stored and kept else None
+
+
 def _weights(
     sizes: ModelSizes,
     config: EngineConfig,

@@ -51,7 +51,7 @@ def resolve(
     """
     room_of_all, choice = room.agreed(ranks.least), Choice()
     if not ranks.index and hardware is not None and by_time.decides(config, sizes):
-        model = whole or Whole(sizes.config, sizes.drafter, pieces, sizes.head_pieces)
+        model = whole or Whole(sizes.config, sizes.drafter, pieces, sizes.drafter_pieces)
         with suppress(DoesNotFitError):
             best = by_time.fastest(sizes, config, room_of_all, model, hardware)
             choice = Choice.of(best)

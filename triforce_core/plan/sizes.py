@@ -84,8 +84,8 @@ class ModelSizes:
     max_context: number of tokens of the longest sequence
     block_tokens: number of tokens of a KV block; None for about `device.copy_bytes` of KV
     drafter: config of the draft model, if there is one
-    head_pieces: if it is a head, pieces of the matrices of its layer, which are kept as stored if
-        the model's are
+    drafter_pieces: pieces of its matrices, which are kept as stored; of a head in the model's own
+        files only if the model's are
     layouts: layouts of the weights; None for dense in `dtype`
     kv_split: whether blocks of KV are split
     sequences: number of sequences that a pass may run over at once
@@ -99,7 +99,7 @@ class ModelSizes:
     method: MethodSettings
     block_tokens: int | None = None
     drafter: ModelConfig | None = None
-    head_pieces: Pieces | None = None
+    drafter_pieces: Pieces | None = None
     device: Device = field(default_factory=Device)
     layouts: Layouts | None = None
     kv_split: bool = False
@@ -114,8 +114,9 @@ class ModelSizes:
     @property
     def drafter_layouts(self) -> Layouts:
         """Layouts of the draft model."""
-        own_files = self.drafter.joins and self.drafter.joins.in_own_files
-        pieces = self.head_pieces if self.weights.block_types or own_files else None
+        joins = self.drafter.joins
+        own_files = joins is None or joins.in_own_files
+        pieces = self.drafter_pieces if self.weights.block_types or own_files else None
         return drafter_layouts(self.drafter, self.dtype, pieces)
 
     @property

@@ -191,9 +191,9 @@ class Batch:
         """Run a pass. A failed pass changes nothing but KV."""
         self._begin(members)
         requests = [member.request for member in members]
-        asks = [request.ask() for request in requests]
+        inputs = [request.next_pass() for request in requests]
         began = time.perf_counter()
-        logits = run_pass([member.context for member in members], asks)
+        logits = run_pass([member.context for member in members], inputs)
         if len(members) > 1:
             # Otherwise the first request to read its logits would be charged for the whole pass.
             link = self._runtime.link
@@ -248,9 +248,9 @@ class Batch:
         finally:
             for own, member in zip(given, members, strict=True):
                 for item in own:
-                    self._tell(member, item)
+                    self._deliver(member, item)
 
-    def _tell(self, member: Member, item: Piece | Completion | BaseException) -> None:
+    def _deliver(self, member: Member, item: Piece | Completion | BaseException) -> None:
         try:
             member.receive(item)
         except Exception as error:
@@ -289,7 +289,7 @@ class Batch:
                 if isinstance(error, TriforceError) and member.request.is_prefilled:
                     member.rest = member.request.fail(error)
                 self._free(member, sound=False)
-                self._tell(member, error)
+                self._deliver(member, error)
             if not isinstance(error, Exception):
                 raise
         finally:

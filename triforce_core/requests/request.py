@@ -14,7 +14,7 @@ from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.contexts.calls import RankStats
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.kv_parts import Interrupted
-from triforce_core.decoding.decoder import Ask, Decoder, Prefilled, Step
+from triforce_core.decoding.decoder import Decoder, PassInput, Prefilled, Step
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.loading.start import Loaded
@@ -34,7 +34,7 @@ from triforce_offload.errors import TriforceError, UsageError
 
 
 @dataclass(frozen=True)
-class Asked:
+class ValidRequest:
     """The validated inputs of a request.
 
     tokens: tokens of the prompt
@@ -50,9 +50,9 @@ class Asked:
     reuse: bool = True
 
 
-def asked_for(
+def validated(
     loaded: Loaded, prompt: str | Sequence[int], params: SamplingParams | None, reuse: bool
-) -> Asked:
+) -> ValidRequest:
     """Validate a request and return its inputs. Raises UsageError if it is invalid."""
     tokenizer, config = loaded.tokenizer, loaded.whole
     params = checked(params, config.vocab)
@@ -60,11 +60,11 @@ def asked_for(
     limit = loaded.models.runtime.plan.requirements.context_tokens
     whose = "the model has" if limit == config.positions else "the engine was made for"
     check_context(len(tokens), params.max_new_tokens, limit, whose)
-    text = TextStream(tokenizer, params.stop, one_by_one=params.tells_logprobs)
-    return Asked(tokens, params, text, guide_of(params, tokenizer, config), reuse)
+    text = TextStream(tokenizer, params.stop, one_by_one=params.wants_logprobs)
+    return ValidRequest(tokens, params, text, guide_of(params, tokenizer, config), reuse)
 
 
-def all_asked_for(
+def all_validated(
     loaded: Loaded, prompts: object, params: object, reuse: bool
 ) -> Sequence[SamplingParams | None]:
     """Validate several requests, and return the parameters of each.
@@ -78,7 +78,7 @@ def all_asked_for(
     each = params_of_each(params, len(prompts))
     for index, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
         try:
-            asked_for(loaded, prompt, own, reuse)
+            validated(loaded, prompt, own, reuse)
         except UsageError as error:
             raise UsageError(f"the request for prompts[{index}]: {error}") from error
     return each
@@ -93,7 +93,7 @@ class Request:
 
     def __init__(
         self,
-        asked: Asked,
+        valid: ValidRequest,
         context: Context,
         drafting: Drafting,
         interrupted: Event,
@@ -103,12 +103,12 @@ class Request:
         """interrupted: ends the request within one layer of the prefill, or one pass
         name, load_seconds: name and loading time of the model, for the stats
         """
-        models, params = context.models, asked.params
+        models, params = context.models, valid.params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.reason = ""
-        self._asked = asked
+        self._valid = valid
         self._params = params
-        self._text = asked.text
+        self._text = valid.text
         self._context = context
         self._interrupted = interrupted
         self._name = name
@@ -121,7 +121,7 @@ class Request:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         # Log-probabilities of tokens whose text is not complete yet.
-        self._untold: list[TokenLogprob] = []
+        self._pending: list[TokenLogprob] = []
         self._prompt: Prefilled | None = None
         self._step: Step | None = None
         # Rows by which the chunks for the next pass are to be chosen; None once that is done.
@@ -150,11 +150,11 @@ class Request:
             if self._interrupted.is_set():
                 raise Interrupted
 
-        context.tells_logits = self._params.tells_logprobs
+        context.keeps_logits = self._params.wants_logprobs
         prompt = context.prefill(
-            self._asked.tokens, self._params.max_new_tokens, after, reuse=self._asked.reuse
+            self._valid.tokens, self._params.max_new_tokens, after, reuse=self._valid.reuse
         )
-        context.text.guide = self._asked.guide
+        context.text.guide = self._valid.guide
         context.models.runtime.link.synchronize()
         self._note_counters()
         self._prompt = prompt
@@ -171,12 +171,12 @@ class Request:
         """Draw the first token from the prompt's logits. Raises CheckpointError."""
         return self._decoder.first(self._prompt)
 
-    def ask(self) -> Ask:
-        """See `Decoder.ask`."""
+    def next_pass(self) -> PassInput:
+        """See `Decoder.next_pass`."""
         if self._step.scored is not None:
             # For a retry if the pass fails: the draft levels are reset then.
             self._due = 1
-        return self._decoder.ask(self._params.max_new_tokens - len(self._tokens))
+        return self._decoder.next_pass(self._params.max_new_tokens - len(self._tokens))
 
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
         """See `Decoder.take`. Call `text_of` next."""
@@ -188,11 +188,11 @@ class Request:
         if not self._tokens:
             self._clock.end_prefill()
         taken, ended = until_stop(step.tokens, self._stops)
-        guide = self._asked.guide
+        guide = self._valid.guide
         if guide and (count := guide.ended_by(taken)) is not None:
             taken, ended = taken[:count], True
         logprobs = self._logprobs_of(taken)
-        pieces, used = pieces_of(self._text, taken, step, logprobs, self._untold)
+        pieces, used = pieces_of(self._text, taken, step, logprobs, self._pending)
         self._tokens += taken[:used]
         self._logprobs += logprobs[:used]
         if ended or self._text.stop is not None:
@@ -218,7 +218,7 @@ class Request:
 
         Raises LinkError or RankError.
         """
-        text, untold = self._text, self._untold
+        text, pending = self._text, self._pending
         if self._tokens:
             self._clock.end_decode()
         self._context.end()
@@ -226,10 +226,10 @@ class Request:
         ranks = self._rank_stats()
         last: list[Piece | Completion] = []
         if piece := text.finish():
-            last.append(Piece(piece, "plain", tuple(untold)))
-        elif text.stop is not None and untold:
+            last.append(Piece(piece, "plain", tuple(pending)))
+        elif text.stop is not None and pending:
             # Drop the log-probabilities of the stop text, which is not part of the output.
-            del self._logprobs[-len(untold) :]
+            del self._logprobs[-len(pending) :]
         return [*last, self._completion(ranks)]
 
     def fail(self, error: TriforceError) -> list[Piece | Completion]:
@@ -240,12 +240,12 @@ class Request:
         self._clock.fail()
         rest = self._text.finish()
         last = self._completion({"error": str(error)})
-        return [Piece(rest, "plain", tuple(self._untold)), last] if rest else [last]
+        return [Piece(rest, "plain", tuple(self._pending)), last] if rest else [last]
 
     @torch.inference_mode()
     def _logprobs_of(self, tokens: list[int]) -> list[TokenLogprob]:
         """Return the log-probabilities of a step's tokens; empty if they are not requested."""
-        if not self._params.tells_logprobs:
+        if not self._params.wants_logprobs:
             return []
         rows = self._step.rows
         logits = self._context.logits if rows is None else self._context.logits[list(rows)]
@@ -294,7 +294,7 @@ class Request:
             "new_tokens": len(self._tokens),
             "token_ids": self._tokens,
             "text": self._text.text,
-            "prompt_tokens": len(self._asked.tokens),
+            "prompt_tokens": len(self._valid.tokens),
             "reused_tokens": self._prompt.reused if self._prompt else 0,
             "finish_reason": self.reason,
             **request_stats(

@@ -153,24 +153,24 @@ def pieces_of(
     taken: list[int],
     step: Step,
     logprobs: Sequence[TokenLogprob],
-    untold: list[TokenLogprob],
+    pending: list[TokenLogprob],
 ) -> tuple[list[Piece], int]:
     """Return the text of a step's tokens (the accepted draft tokens, then the target's own) in
     pieces, and the number of tokens up to a stop text.
 
     logprobs: log-probabilities of the tokens, if requested
-    untold: log-probabilities of tokens whose text is not complete yet; updated in place
+    pending: log-probabilities of tokens whose text is not complete yet; updated in place
     """
     pieces: list[Piece] = []
     accepted, used = len(step.tokens) - 1, 0
     own = "plain" if not step.drafted else "bonus" if step.whole else "corrected"
     for tokens, origin in ((taken[:accepted], "accepted"), (taken[accepted:], own)):
         for some in text.portions(tokens) if tokens else ():
-            untold += logprobs[used : used + len(some)]
+            pending += logprobs[used : used + len(some)]
             used += len(some)
             if piece := text.push(some):
-                pieces.append(Piece(piece, origin, tuple(untold)))
-                untold.clear()
+                pieces.append(Piece(piece, origin, tuple(pending)))
+                pending.clear()
             if text.stop is not None:
                 return pieces, used
     return pieces, used

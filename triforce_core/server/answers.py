@@ -15,7 +15,7 @@ from triforce_core.requests.batch import Receiver
 from triforce_core.requests.stream import Completion, Piece
 from triforce_core.server.errors import refused
 from triforce_core.server.wording.wording import Wording
-from triforce_core.server.worker import Asked, Job, Worker
+from triforce_core.server.worker import Job, Prompt, Worker
 
 # Seconds without output after which a stream sends a comment to show that it is alive.
 PING_SECONDS = 5.0
@@ -33,14 +33,14 @@ class ClientGoneError(Exception):
 class Answers:
     """The choices of one request, delivered as they are generated.
 
-    asked: the prompts
+    prompts: the prompts
     params: the sampling parameters of each prompt
     choices: the number of choices for each prompt
     """
 
     worker: Worker
     wording: Wording
-    asked: Sequence[Asked]
+    prompts: Sequence[Prompt]
     params: Sequence[SamplingParams]
     choices: int = 1
 
@@ -92,7 +92,7 @@ class Answers:
 
     @property
     def _texts(self) -> int:
-        return len(self.asked) * self.choices
+        return len(self.prompts) * self.choices
 
     @contextmanager
     def _submitted(self) -> Iterator[asyncio.Queue]:
@@ -104,13 +104,13 @@ class Answers:
         loop, request = asyncio.get_running_loop(), object()
         items: asyncio.Queue = asyncio.Queue()
         jobs: list[Job] = []
-        for asked, params in zip(self.asked, self.params, strict=True):
+        for prompt, params in zip(self.prompts, self.params, strict=True):
             for choice in range(self.choices):
                 own = params
                 if params.seed is not None:
                     own = replace(params, seed=(params.seed + choice) % (1 << 63))
                 receive = _receiver(loop, items, len(jobs))
-                jobs.append(Job(asked, own, receive, request))
+                jobs.append(Job(prompt, own, receive, request))
         self.worker.submit(jobs)
         try:
             yield items

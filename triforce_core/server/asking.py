@@ -24,7 +24,7 @@ from triforce_core.server.messages.schema import MOST_CHOICES, ChatRequest, Comp
 from triforce_core.server.messages.tools import ToolUse
 from triforce_core.server.settings import SUFFIX, ServerSettings
 from triforce_core.server.wording.wording import NewSplit, WholeAnswer, Wording
-from triforce_core.server.worker import Asked, Worker
+from triforce_core.server.worker import Prompt, Worker
 from triforce_offload.errors import UsageError
 
 # Prompts with more characters than this for each token of the context are rejected before they are
@@ -47,14 +47,14 @@ class Asking:
     ) -> Response:
         """Answer messages. wording_of: the wording for a splitter of the answer"""
         uses, turn = body.tool_use, await self.turn(body)
-        asked = Asked(turn, True, body.owner)
-        params = fitting = self._fitting(asked, body.params)
+        prompt = Prompt(turn, True, body.owner)
+        params = fitting = self._fitting(prompt, body.params)
         if uses.described:
             # In another thread, because compiling a grammar may take long.
             params = await self._prepared(lambda: self._with_tools(fitting, uses))
         guided = params.json_schema is not None or params.grammar is not None
         new_split = self._splits(turn.text, uses, guided=guided)
-        return await self._answer(request, body, [asked], [params], wording_of(new_split))
+        return await self._answer(request, body, [prompt], [params], wording_of(new_split))
 
     async def turn(self, body: ChatRequest) -> Turn:
         """Return the prompt of messages."""
@@ -80,9 +80,9 @@ class Asking:
             else:
                 self._check_length([], len(prompt))
         ids = await self._prepared(lambda: list(map(self.worker.engine.token_ids, prompts)))
-        asked = [Asked(Turn("", tokens), False, body.owner) for tokens in ids]
-        params = [self._fitting(each, body.params) for each in asked]
-        return await self._answer(request, body, asked, params, wording_of())
+        made = [Prompt(Turn("", tokens), False, body.owner) for tokens in ids]
+        params = [self._fitting(each, body.params) for each in made]
+        return await self._answer(request, body, made, params, wording_of())
 
     def check(self, model: str | None) -> None:
         """Raise NotReadyError, or UnknownModelError for another model than the one served."""
@@ -153,26 +153,28 @@ class Asking:
         self,
         request: Request,
         body: ChatRequest | CompletionRequest,
-        asked: Sequence[Asked],
+        prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         wording: Wording,
     ) -> Response:
-        answers = Answers(self.worker, wording, asked, params, body.choices)
+        answers = Answers(self.worker, wording, prompts, params, body.choices)
         if not body.stream:
             return JSONResponse(await answers.whole(request))
         return StreamingResponse(
             await answers.events(), media_type=wording.media_type, headers=_STREAMED
         )
 
-    def _fitting(self, asked: Asked, params_of: Callable[[int], SamplingParams]) -> SamplingParams:
+    def _fitting(
+        self, prompt: Prompt, params_of: Callable[[int], SamplingParams]
+    ) -> SamplingParams:
         """Return the sampling parameters of one prompt, limited to the room left in the context.
 
         Raises ContextLengthError if the prompt fills the context.
         """
-        most, prompt = self.worker.context_tokens, len(asked.turn.tokens)
-        if prompt >= most:
-            raise ContextLengthError(f"the prompt has {prompt} tokens, and {_longest(most)}")
-        return checked(params_of(most - prompt), self.worker.engine.config.vocab)
+        most, tokens = self.worker.context_tokens, len(prompt.turn.tokens)
+        if tokens >= most:
+            raise ContextLengthError(f"the prompt has {tokens} tokens, and {_longest(most)}")
+        return checked(params_of(most - tokens), self.worker.engine.config.vocab)
 
     def _check_length(self, texts: Sequence[str], least_tokens: int) -> None:
         """Reject a prompt that cannot fit the context, before any work is done.

@@ -68,7 +68,7 @@ class Metrics:
             self._link.labels(direction).inc(crossed)
         self._busy.inc(link["busy_seconds"])
         self._decode.inc(stats["seconds"]["decode"])
-        waited = (job.began or time.monotonic()) - job.asked
+        waited = (job.began or time.monotonic()) - job.submitted
         self._waited.observe(waited)
         self._first.observe(waited + stats["seconds"]["prefill"])
         if stats["seconds_per_token"]:

@@ -28,7 +28,7 @@ _LAST = (DeviceFailedError, RankError)
 _PREPARERS = 2
 
 
-class Asked(NamedTuple):
+class Prompt(NamedTuple):
     """A prompt to answer.
 
     conversation: whether a later request may continue from the answer
@@ -47,11 +47,11 @@ class Job:
     request: an object shared by all sequences of one request, which count as one in the queue
     """
 
-    asked_for: Asked
+    prompt: Prompt
     params: SamplingParams
     receive: Receiver
     request: object = field(default_factory=object)
-    asked: float = field(default_factory=time.monotonic)
+    submitted: float = field(default_factory=time.monotonic)
     began: float | None = None
     cancelled: bool = False
     _member: Member | None = None
@@ -67,9 +67,9 @@ class Job:
         Raises UsageError or DoesNotFitError.
         """
         self.began = time.monotonic()
-        asked = self.asked_for
+        prompt = self.prompt
         self._member = engine.add_request(
-            asked.turn.tokens, self.params, receive, owner=asked.owner
+            prompt.turn.tokens, self.params, receive, owner=prompt.owner
         )
         if self.cancelled:
             self._member.interrupt()
@@ -266,7 +266,7 @@ class Worker:
             self.running.append(job)
             self._progress = (0, 1)
             try:
-                kept.prepare(job.asked_for.turn.tokens, job.asked_for.owner)
+                kept.prepare(job.prompt.turn.tokens, job.prompt.owner)
                 job.begin(engine, partial(self._received, job))
             except BaseException as error:
                 self._ended(job, error)
@@ -282,9 +282,9 @@ class Worker:
     def _ended(self, job: Job, result: Completion | BaseException) -> None:
         self.running.remove(job)
         try:
-            if isinstance(result, Completion) and job.asked_for.conversation:
+            if isinstance(result, Completion) and job.prompt.conversation:
                 stops = frozenset(self.engine.config.eos_token_ids + job.params.stop_token_ids)
-                self.conversations.answered(job.asked_for.turn, result, stops)
+                self.conversations.answered(job.prompt.turn, result, stops)
         except BaseException as error:
             result = error
         cut = isinstance(result, Completion) and result.finish_reason == "interrupted"

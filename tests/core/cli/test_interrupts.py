@@ -85,7 +85,7 @@ def test_who_leaves_at_once_leaves_no_part_of_a_file(tmp_path) -> None:
     """A second interrupt, which waits for nothing."""
     program = """if True:
         import os, signal
-        from triforce_core.cli.terminal.leaving import leave_at_once
+        from triforce_core.cli.terminal.ending import leave_at_once
         from triforce_offload.files import Output
         leave_at_once()
         with Output("file", "file").writing() as file:

@@ -220,7 +220,7 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
     """As `nohup` leaves it."""
     code = (
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
-        "from triforce_core.cli.terminal.leaving import leave_at_once; leave_at_once(); "
+        "from triforce_core.cli.terminal.ending import leave_at_once; leave_at_once(); "
         "from triforce_core.cli.terminal.signals import Stop; "
         "stop = Stop(print).listening(); stop.__enter__(); "
         "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "

@@ -19,7 +19,7 @@ from tiny_families import FAMILIES, WITH_EXPERTS
 
 from triforce_core import Engine
 from triforce_core.decoding.contexts.context import Context
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 from triforce_core.decoding.drafters.assistant import AssistantDrafter
 from triforce_core.decoding.drafters.block import BlockDrafter
 from triforce_core.decoding.drafters.head import HeadDrafter
@@ -90,7 +90,7 @@ def test_recorded_passes_compute_what_eager_ones_do(tiny, family: str) -> None:
             chain = range(-1, count - 1)
             parents = [draw.randint(-1, row - 1) for row in range(count)] if step % 3 else chain
             tokens = torch.tensor([draw.randrange(VOCAB) for _ in range(count)])
-            ask = Ask(tokens, None if parents is chain else tuple(parents))
+            ask = PassInput(tokens, None if parents is chain else tuple(parents))
             eager, recorded = (context.run(ask).clone() for context in both)
             assert_within(recorded, eager, bound)
             kept = [draw.randrange(count)]

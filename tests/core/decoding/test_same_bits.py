@@ -27,7 +27,7 @@ from same_bits_runs import (
 from tiny_families import CHOOSE_KEYS
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 from triforce_kernels import dispatch
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.host import attention, weights
@@ -135,7 +135,7 @@ def test_beside_other_sequences_and_after_cuts(models, family: str) -> None:
         cut = contexts[2]
         cut.prefill([*text[:100], *random_ids(20, seed=4)], TEXT, lambda layer: None)
         assert cut.prefill(text, TEXT, lambda layer: None).reused >= 50
-        assert torch.equal(cut.run(Ask(torch.tensor([5]))), _after(running, text, 5))
+        assert torch.equal(cut.run(PassInput(torch.tensor([5]))), _after(running, text, 5))
         for context in contexts:
             context.close()
 
@@ -143,7 +143,7 @@ def test_beside_other_sequences_and_after_cuts(models, family: str) -> None:
 def _after(running: Engine, text: Sequence[int], token: int) -> torch.Tensor:
     """The logits of a token after a text that is prefilled at once."""
     context, _ = prefilled(running, text)
-    logits = context.run(Ask(torch.tensor([token])))
+    logits = context.run(PassInput(torch.tensor([token])))
     context.close()
     return logits
 

@@ -19,7 +19,7 @@ from recent_walks import walk_cuts, walk_trees
 from triforce_core import Engine
 from triforce_core.decoding.contexts import context
 from triforce_core.decoding.contexts.context import Context
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.parts.kept import state_shape
 from triforce_kernels.recurrent.delta import LeftRows
@@ -132,7 +132,7 @@ def test_no_pass_writes_a_state_and_rows_are_folded_at_fixed_places(tiny) -> Non
                 before, start = held.state.clone(), held.start
                 # The rows that are rejected are other tokens.
                 drafted = [*some, *random_ids(3, own.length)]
-                own.run(Ask(torch.tensor(drafted), None, False, False))
+                own.run(PassInput(torch.tensor(drafted), None, False, False))
                 assert torch.equal(held.state, before)
                 own.keep(range(len(some)))
                 own.text.commit(some)
@@ -184,7 +184,7 @@ def test_rows_that_were_leaving_as_memory_ran_out_leave_once(
             assert held.reachable(own.length - 1) == own.length - 1
             while own.length < len(text):
                 some = text[own.length : own.length + 5]
-                own.run(Ask(torch.tensor(some), None, False, False))
+                own.run(PassInput(torch.tensor(some), None, False, False))
                 own.keep(range(len(some)))
                 own.text.commit(some)
             mark = held.mark_at(held.length)

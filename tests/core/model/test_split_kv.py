@@ -11,7 +11,7 @@ from helpers import BLOCK, PLACEMENTS, placed, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 from triforce_kernels.kv import split_kv
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.store import KVStore
@@ -57,8 +57,11 @@ def test_logits_are_bitwise_those_of_dense_kv(tiny, room, family: str, placement
         with engine(path, kv, **options) as running:
             context = Context(running.models)
             read = context.prefill(PROMPT, 8, lambda layer: None).logits
-            fed = [context.run(Ask(torch.tensor([5]), is_kept=True, more=True)) for _ in range(NEW)]
-            several = context.run(Ask(torch.tensor([7, 8, 9])))
+            fed = [
+                context.run(PassInput(torch.tensor([5]), is_kept=True, more=True))
+                for _ in range(NEW)
+            ]
+            several = context.run(PassInput(torch.tensor([7, 8, 9])))
             context.close()
         logits.append(torch.cat((read, *fed, several)))
     dense, split = logits

@@ -17,7 +17,7 @@ from tiny_parts import LAYERS
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.models import Models
-from triforce_core.decoding.decoder import Ask
+from triforce_core.decoding.decoder import PassInput
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.sharing.share import Share
@@ -54,7 +54,7 @@ def clear(tiny) -> tuple[list[int], list[int]]:
                 best = logits[0].topk(2)
                 gaps.append(float(best.values[0] - best.values[1]))
                 text.append(int(best.indices[0]))
-                logits = context.run(Ask(best.indices[:1], is_kept=True, more=False))
+                logits = context.run(PassInput(best.indices[:1], is_kept=True, more=False))
             if min(gaps) > 0.25:
                 context.close()
                 return prompt, text
@@ -71,8 +71,8 @@ def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement:
         with engine(path, weights, **options) as running:
             context = Context(running.models)
             read = context.prefill(PROMPT, 8, lambda layer: None).logits
-            one = context.run(Ask(torch.tensor([5]), is_kept=True, more=False))
-            several = context.run(Ask(torch.tensor([7, 8, 9])))
+            one = context.run(PassInput(torch.tensor([5]), is_kept=True, more=False))
+            several = context.run(PassInput(torch.tensor([7, 8, 9])))
             context.close()
         logits.append(torch.cat((read, one, several)))
     dense, split = logits

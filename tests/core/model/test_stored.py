@@ -179,3 +179,28 @@ def test_auto_keeps_weights_as_stored_where_dense_ones_would_stream_or_kernels_m
             )
     assert kept == [computed == HOST, True]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_a_draft_model_stays_in_its_blocks(
+    quantised, tmp_path, monkeypatch, family: str, kind: str
+) -> None:
+    """Beside a dense model, and in the memory that was planned; where no kernel multiplies by its
+    blocks on a CPU, it becomes dense.
+    """
+    model, drafter, found = make_model(family, tmp_path), quantised(family, kind), {}
+    with engine(tmp_path, method="autoregressive") as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    for backend in (HOST, REFERENCE):
+        if backend == HOST and library() is None:
+            continue
+        monkeypatch.setattr(dispatch, "_forced", backend)
+        with engine(tmp_path, method="speculative", draft=drafter, draft_tokens=4) as ours:
+            assert ours.generate(PROMPT, GREEDY).token_ids == expected
+            assert ours.memory.peak_bytes <= ours.memory_plan.device_bytes
+            found[backend] = ours.memory_plan.requirements.drafting_bytes
+    if HOST in found:
+        block, dense = BLOCK_TYPES[kind], sum(each.numel() for each in model.parameters())
+        saved = dense * (4 - block.nbytes / block.elements)
+        assert found[REFERENCE] - found[HOST] > 0.8 * saved

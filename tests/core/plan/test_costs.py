@@ -338,7 +338,7 @@ def test_drafters_read_their_matrices_as_stored_and_gpus_exchange_what_they_comp
 
     def seconds(mix: str, exchange: float = 0.0, gpus: int = 1) -> float:
         head = typical_head(draft + mix, config)
-        given = {"draft": draft, "draft_config": head.config, "stored_head": head.pieces}
+        given = {"draft": draft, "draft_config": head.config, "stored_drafter": head.pieces}
         hardware = replace(free, gpus=gpus, all_reduce_seconds=exchange)
         case = Case(config, hardware, 4096, fixed=fixed, **given)
         chosen = choose(case)

@@ -385,7 +385,7 @@ def test_seconds_count_a_head_as_its_files_store_it(monkeypatch) -> None:
     sizes = ModelSizes(
         *(shape.config, DTYPES["bfloat16"], 8192, config.method),
         drafter=head,
-        head_pieces=of_head,
+        drafter_pieces=of_head,
         device=GPU,
     )
     sizes = with_asked_formats(sizes, config, shape.pieces, room())

@@ -15,7 +15,7 @@ from triforce_core import SamplingParams
 from triforce_core.conversation import Turn
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.requests.batch import Batch
-from triforce_core.server.worker import Asked, Job
+from triforce_core.server.worker import Job, Prompt
 from triforce_offload.errors import DeviceHungError, LinkError, RankError
 
 CHAT = "/v1/chat/completions"
@@ -93,5 +93,5 @@ def test_what_comes_as_the_server_fails_is_told_so(speaking, monkeypatch) -> Non
     with serving(speaking) as running:
         worker, told = running.worker, queue.SimpleQueue()
         monkeypatch.setattr(worker, "check_room", lambda: worker._fail(KeyError("odd")))
-        worker.submit([Job(Asked(Turn("", [1]), False), SamplingParams(1), told.put)])
+        worker.submit([Job(Prompt(Turn("", [1]), False), SamplingParams(1), told.put)])
         assert "odd" in str(told.get(timeout=10))

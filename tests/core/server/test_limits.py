@@ -20,7 +20,7 @@ from triforce_core.conversation import Conversations, Turn
 from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.server import asking, connections
 from triforce_core.server.settings import ServerSettings
-from triforce_core.server.worker import Asked, Job, Worker
+from triforce_core.server.worker import Job, Prompt, Worker
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 MOST = CONTEXT * asking.MOST_CHARACTERS_OF_A_TOKEN
@@ -214,9 +214,9 @@ def test_requests_of_clients_that_have_gone_are_not_kept() -> None:
     """Clients that wait too long try again. What they asked for first leaves the queue."""
     worker = Worker(lambda progress: None, 2, 0)
     worker.state, worker.engine = "ready", SimpleNamespace(sequences=1, max_context=CONTEXT)
-    worker.running = [Job(Asked(Turn("", [1]), False), SamplingParams(), print)]
+    worker.running = [Job(Prompt(Turn("", [1]), False), SamplingParams(), print)]
     for _ in range(9):
-        jobs = [Job(Asked(Turn("Hi", [1]), False), SamplingParams(), print) for _ in range(2)]
+        jobs = [Job(Prompt(Turn("Hi", [1]), False), SamplingParams(), print) for _ in range(2)]
         worker.submit(jobs)
         worker.cancel(jobs)
     assert not worker._jobs

@@ -12,7 +12,7 @@ from functools import partial
 
 from triforce_core.cli.generate.prompt import in_template
 from triforce_core.cli.generate.prompts_file import Answers, Task
-from triforce_core.cli.terminal.leaving import exit_code
+from triforce_core.cli.terminal.ending import exit_code
 from triforce_core.cli.terminal.output import ERROR, WARNING, TextOutput, say
 from triforce_core.cli.terminal.progress import ProgressBars
 from triforce_core.cli.terminal.report import LEVEL_LEGEND, colored, print_run, takes_colors

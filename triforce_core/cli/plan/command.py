@@ -146,7 +146,7 @@ def _case(args: argparse.Namespace) -> Case:
         draft=draft,
         draft_config=draft_config,
         pieces=None if _dequantises(weights, shape, dtype) else shape.pieces,
-        stored_head=shape.head_pieces if draft == MTP else own_pieces,
+        stored_drafter=shape.head_pieces if draft == MTP else own_pieces,
         split=weights if weights in SPLITS else None,
         split_kv=kv == SPLIT,
         auto=frozenset(name for name, is_auto in autos.items() if is_auto),
@@ -207,15 +207,13 @@ def _drafter(draft: str | Path, config: ModelConfig) -> tuple[ModelConfig | None
             f"{error}. If it is a head on the hub, download it first; --draft dflash, --draft "
             "eagle3 and --draft assistant plan one of the usual shape"
         ) from error
-    if ":" in str(draft) and shape.pieces:
-        raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
     found = shape.config
     if abs(found.vocab - config.vocab) > PADDING:
         raise UsageError(
             f"--draft {draft} has {found.vocab} tokens in its vocabulary and the model "
             f"{config.vocab}: a draft model needs the same tokens"
         )
-    return found, None
+    return found, shape.pieces
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, object]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from triforce_core.cli.chat.arguments import DEFAULT_CONTEXT
 from triforce_core.cli.options import check_ctx_size, engine_config, given
 from triforce_core.cli.ranks import followed, of_world
-from triforce_core.cli.terminal.leaving import leave
+from triforce_core.cli.terminal.ending import leave
 from triforce_core.cli.terminal.output import JSON_LOGGING, WARNING, announce, logs_json, say
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.settings import EngineConfig
@@ -113,7 +113,7 @@ def _loader(
 
 def log_text(job: Job, result: Completion | BaseException) -> None:
     """Log a text that has ended, also if its client has gone."""
-    seconds = time.monotonic() - job.asked
+    seconds = time.monotonic() - job.submitted
     if isinstance(result, BaseException):
         say(f"text: {type(result).__name__} after {seconds:.1f} s: {result}", WARNING)
         return

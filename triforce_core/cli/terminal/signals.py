@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from triforce_core.cli.terminal.leaving import exit_code, heeded, leave
+from triforce_core.cli.terminal.ending import exit_code, heeded, leave
 
 # Seconds after a signal before the user is told that the current pass ends first.
 _PATIENCE = 1.0

@@ -103,7 +103,7 @@ class Prefill(ContextCall):
 
 @dataclass(frozen=True)
 class PassRows(ContextCall):
-    """A context's rows in a pass, see `decoder.Ask`. count: number of rows"""
+    """A context's rows in a pass, see `decoder.PassInput`. count: number of rows"""
 
     count: int
     parents: tuple[int, ...] | None

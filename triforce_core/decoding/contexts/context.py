@@ -13,7 +13,7 @@ from triforce_core.decoding.contexts.kv_parts import Interrupted
 from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.contexts.recorded_passes import RecordedPasses
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.decoder import Ask, Prefilled
+from triforce_core.decoding.decoder import PassInput, Prefilled
 from triforce_core.decoding.drafters.draft_levels import DraftLevels
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_offload.errors import RankError
@@ -36,8 +36,8 @@ class Context:
     levels: the levels that draft
     recorded: the passes over this context alone that are recorded
     link_when_prefilled, passes_when_prefilled: counters at the end of the last prefill
-    tells_logits: whether to keep the logits of each pass
-    logits: logits of the last pass, [rows, vocab] float32, if `tells_logits`
+    keeps_logits: whether to keep the logits of each pass
+    logits: logits of the last pass, [rows, vocab] float32, if `keeps_logits`
     tapped: what the drafter takes of the last pass, see `Taps.states`, until some rows are kept;
         None if it takes nothing
     number: identifies this context on all ranks
@@ -56,7 +56,7 @@ class Context:
         self.text = Text([])
         self.logits: torch.Tensor | None = None
         self.tapped: torch.Tensor | None = None
-        self.tells_logits = False
+        self.keeps_logits = False
         self.tell = calls.Teller(models.ranks, self.number, lambda: self.checksum)
         self.models = models
         self._checksum = Checksum()
@@ -190,19 +190,19 @@ class Context:
             self.tell(calls.Refresh(scored))
             self.levels.refresh(scored)
 
-    def join(self, ask: Ask) -> ForwardBatch:
+    def join(self, rows: PassInput) -> ForwardBatch:
         """Join a pass that is about to run. Return this context's part of the forward batch."""
         self.logits = self.tapped = None
         start, device = self.length, self.model.device
-        if ask.parents is None:
-            batch = ForwardBatch.text(ask.tokens, start, device)
+        if rows.parents is None:
+            batch = ForwardBatch.text(rows.tokens, start, device)
         else:
-            batch = ForwardBatch.tree(ask.tokens, start, ask.parents, device)
+            batch = ForwardBatch.tree(rows.tokens, start, rows.parents, device)
         return batch.after(self.text.tokens, start, self._tokens_before)
 
-    def run(self, ask: Ask) -> torch.Tensor:
+    def run(self, rows: PassInput) -> torch.Tensor:
         """Run a pass over this context alone. See `run_pass`."""
-        return run_pass([self], [ask])[0]
+        return run_pass([self], [rows])[0]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep a path of the rows of the last pass, and forget the others."""
@@ -214,8 +214,8 @@ class Context:
         self.sequence.keep(rows)
 
     def note(self, logits: torch.Tensor) -> None:
-        """Keep the logits of a forward if `tells_logits` is set."""
-        self.logits = logits if self.tells_logits else None
+        """Keep the logits of a forward if `keeps_logits` is set."""
+        self.logits = logits if self.keeps_logits else None
 
     def end(self) -> None:
         """Drop the pass that was begun ahead, because no pass follows for now."""
@@ -274,30 +274,32 @@ def begin_pass(contexts: Sequence[Context]) -> None:
     models.runtime.passes.begin([context.sequence for context in contexts])
 
 
-def _tell_pass(contexts: Sequence[Context], asks: Sequence[Ask], batch: ForwardBatch) -> None:
+def _tell_pass(
+    contexts: Sequence[Context], inputs: Sequence[PassInput], batch: ForwardBatch
+) -> None:
     """Send a pass to the other ranks. batch: all rows"""
     ranks = contexts[0].models.ranks
     if ranks.count == 1 or ranks.index:
         return
     parts = [
-        own.tell.signed(calls.PassRows(len(ask.tokens), ask.parents, ask.is_kept, ask.more))
-        for own, ask in zip(contexts, asks, strict=True)
+        own.tell.signed(calls.PassRows(len(rows.tokens), rows.parents, rows.is_kept, rows.more))
+        for own, rows in zip(contexts, inputs, strict=True)
     ]
-    tokens = asks[0].tokens if len(asks) == 1 else batch.tokens
+    tokens = inputs[0].tokens if len(inputs) == 1 else batch.tokens
     ranks.tell(calls.RunPass(tokens, parts))
 
 
 @torch.inference_mode()
-def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Tensor]:
+def run_pass(contexts: Sequence[Context], inputs: Sequence[PassInput]) -> list[torch.Tensor]:
     """Run one pass of the full model over the rows that each context asks for.
 
     Returns the float32 logits of each context's rows, [rows, vocab]. Raises LinkError or RankError.
     """
     model, passes = contexts[0].model, contexts[0].models.runtime.passes
     sequences = [context.sequence for context in contexts]
-    batches = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
+    batches = [context.join(rows) for context, rows in zip(contexts, inputs, strict=True)]
     batch, taken = ForwardBatch.side_by_side(batches), contexts[0].levels.taps
-    _tell_pass(contexts, asks, batch)
+    _tell_pass(contexts, inputs, batch)
     passes.begin(sequences)
     if len(contexts) == 1 and contexts[0].recorded.fits(batch.rows):
         hidden, states = contexts[0].recorded.run(batch, taken)
@@ -305,16 +307,16 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
         taps = model.taps(taken, range(batch.rows))
         hidden = model.forward(batch, passes.weights, passes.cache(sequences), taps=taps)
         states = taps and taps.states
-    for sequence, ask in zip(sequences, asks, strict=True):
-        if ask.is_kept:
+    for sequence, rows in zip(sequences, inputs, strict=True):
+        if rows.is_kept:
             sequence.keep([0])
-    if all(ask.is_kept and ask.more for ask in asks):
+    if all(rows.is_kept and rows.more for rows in inputs):
         # The copies of the next pass run while the head and the draws compute.
         passes.begin(sequences)
     counts = [own.rows for own in batches]
     logits = list(model.logits(hidden).split(counts))
     tapped = [None] * len(counts) if states is None else states.split(counts)
-    for context, ask, own, some in zip(contexts, asks, logits, tapped, strict=True):
+    for context, rows, own, some in zip(contexts, inputs, logits, tapped, strict=True):
         context.note(own)
-        context.tapped = None if ask.is_kept else some
+        context.tapped = None if rows.is_kept else some
     return logits

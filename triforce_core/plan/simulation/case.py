@@ -51,8 +51,8 @@ class Case:
     curve: acceptance rates
     draft, draft_config: what drafts, and the config of the draft model, None for n-grams
     pieces: pieces of the matrices if they are kept quantised, else None
-    stored_head: pieces of the matrices of the whole head if its files are at hand; None if those of
-        an MTP head are taken to be quantised as the model's are
+    stored_drafter: pieces of the matrices of the whole draft model or head, if they are known; None
+        if those of an MTP head are taken to be quantised as the model's are
     split: SPLIT if all weights are split, SPLIT_EXPERTS if experts are, else None
     split_kv: whether KV is split
     auto: which of "weights" and "kv" may have another format if that is faster; "draft" if n-grams
@@ -75,7 +75,7 @@ class Case:
     draft: str = AUTO
     draft_config: ModelConfig | None = None
     pieces: Pieces | None = None
-    stored_head: Pieces | None = None
+    stored_drafter: Pieces | None = None
     split: str | None = None
     split_kv: bool = False
     auto: frozenset[str] = frozenset()
@@ -116,12 +116,14 @@ class Case:
         return on_ranks(self.draft_config, self.hardware.gpus, self.config.vocab)
 
     @property
-    def head_pieces(self) -> Pieces | None:
-        """Pieces of what the first GPU has of a head, if one drafts and is quantised."""
-        joins = self.draft_config and self.draft_config.joins
-        if not joins:
+    def drafter_pieces(self) -> Pieces | None:
+        """Pieces of what the first GPU has of a drafter, if one drafts and is quantised."""
+        if self.draft_config is None:
             return None
-        own = self.stored_head and self._storable(self.stored_head)
+        joins = self.draft_config.joins
+        own = self.stored_drafter and self._storable(self.stored_drafter)
+        if not joins:
+            return own
         if joins.divided and joins.in_own_files:
             return own and self._drafter_share.pieces(own)
         if not joins.divided:
@@ -135,7 +137,7 @@ class Case:
     @cached_property
     def _drafter_share(self) -> Share:
         """The first GPU's share of a drafter in files of its own."""
-        pieces = self.stored_head or _dense_pieces
+        pieces = self.stored_drafter or _dense_pieces
         return share_of(self.draft_config, 0, self.hardware.gpus, pieces)
 
     @cached_property
@@ -202,7 +204,7 @@ class Case:
             method,
             self.fixed.get("block_tokens"),
             self.drafter,
-            self.head_pieces,
+            self.drafter_pieces,
             self.device or self._device,
             self.layouts,
             self.split_kv,

@@ -52,7 +52,7 @@ def drafter_cost(case: Case, chosen: Plan, memory: MemoryPlan, rows: int = 1) ->
     config = case.drafter
     if config is None:
         return DrafterCost()
-    joins, layouts = config.joins, drafter_layouts(config, case.dtype, case.head_pieces)
+    joins, layouts = config.joins, drafter_layouts(config, case.dtype, case.drafter_pieces)
     costs = _costs(case, config, layouts)
     # Heads are recorded beside other forwards alone (`draft_levels`).
     recorded = not joins or bool(chosen.budget) or memory.requirements.records_passes
@@ -80,9 +80,9 @@ def _costs(case: Case, config: ModelConfig, layouts: Layouts) -> Costs:
     hardware = case.hardware if joins and joins.divided else replace(case.hardware, gpus=1)
     costs = Costs(config, case.dtype, hardware)
     matrices = costs.matrices
-    if case.head_pieces:
+    if case.drafter_pieces:
         matrices = matrices.with_layers(layouts.layers)
-        if joins.owns_ends:
+        if not joins or joins.owns_ends:
             own = layouts.head.formats["head"]
             matrices = replace(matrices, head=own.nbytes, head_read=own.read)
     if joins and not joins.owns_ends:

@@ -29,7 +29,7 @@ class StagingSlots:
             self._link.wait(left)
         return self._buffers[slot]
 
-    def leaves(self, written: Event) -> None:
+    def copied_after(self, written: Event) -> None:
         """Set the event after which the buffer taken last has been copied out."""
         self._left[self._taken] = written
 
