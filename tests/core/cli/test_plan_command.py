@@ -240,33 +240,6 @@ def test_sizes_come_from_a_config_and_from_a_gguf_header(capsys, tiny, tmp_path)
     assert by_config["memory"] == by_header["memory"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gpus",
-        pytest.param("context", marks=pytest.mark.slow),
-        pytest.param("link", marks=pytest.mark.slow),
-    ],
-)
-def test_sweeps(capsys, tmp_path, kind: str) -> None:
-    picture = tmp_path / "sweep.png"
-    options = ("--gpu", "rtx4090", "--sweep", kind, "--plot", picture)
-    rows = figures(capsys, "llama2-7b-128k", *options)["rows"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    seconds = {(r["gpus"], r["link"], r["context"]): r["seconds_per_token"] for r in rows}
-    if kind == "context":
-        assert seconds[2, "pcie4x16", 131072] < seconds[1, "pcie4x16", 131072]
-        assert seconds[1, "pcie4x16", 4096] < seconds[1, "pcie4x16", 131072]
-    if kind == "link":
-        assert seconds[1, "pcie4x16", 131072] < seconds[1, "pcie4x8", 131072]
-        # A link is the lesser of slot and card.
-        assert not any(link.startswith("pcie5") for _, link, _ in seconds)
-    code, out, _ = run(capsys, "plan", "llama2-7b-128k", "--gpu", "rtx4090", "--sweep", kind)
-    assert code == 0
-    assert "SIMULATED" in out
-
-
 def test_the_trace_draws_and_says_that_it_is_simulated(capsys, tmp_path) -> None:
     file, picture = tmp_path / "trace.json", tmp_path / "trace.png"
     code, _, err = run(

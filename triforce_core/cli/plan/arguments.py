@@ -233,7 +233,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add(
         "--sweep",
         choices=list(SWEEPS),
-        help="plan for several contexts, GPUs or links, one row for each",
+        help="plan for contexts (up to --ctx-size), numbers of GPUs (up to --gpus) or links, one "
+        "row for each",
     )
     add("--plot", metavar="FILE.png", help="draw seconds per token over context lengths")
     for_experts(

@@ -353,7 +353,7 @@ def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
 
 def _sweep(args: argparse.Namespace, case: Case) -> int:
     kind = args.sweep or "context"
-    rows = sweep(case, kind)
+    rows = sweep(case, kind, args.context)
     if args.plot:
         plot(rows, kind, args.model, Path(args.plot))
         say(f"written to {args.plot}")

@@ -15,14 +15,19 @@ LINKS = ("pcie3x8", "pcie3x16", "pcie4x8", "pcie4x16", "pcie5x8", "pcie5x16")
 _LEAST_CONTEXT = 4096
 
 
-def sweep(case: Case, kind: str) -> list[dict[str, Any]]:
-    """Return one row for each value. A case that does not fit has `refused` instead of figures."""
-    return [_row(each) for each in _cases(case, kind)]
+def sweep(case: Case, kind: str, longest: int | None = None) -> list[dict[str, Any]]:
+    """Return one row for each value. A case that does not fit has `refused` instead of figures.
+
+    longest: the longest context of a sweep over contexts; None for the model's
+    """
+    return [_row(each) for each in _cases(case, kind, longest or case.config.positions)]
 
 
-def _cases(case: Case, kind: str) -> list[Case]:
+def _cases(case: Case, kind: str, longest: int) -> list[Case]:
+    several = max(2, case.hardware.gpus)
     if kind == "gpus":
-        return [replace(case, hardware=_gpus(case.hardware, gpus)) for gpus in (1, 2)]
+        counts = range(1, several + 1)
+        return [replace(case, hardware=_gpus(case.hardware, gpus)) for gpus in counts]
     if kind == "link":
         slots = [with_link(case.hardware, link) for link in LINKS]
         # Links faster than the card supports give the same result.
@@ -30,9 +35,10 @@ def _cases(case: Case, kind: str) -> list[Case]:
         return [replace(case, hardware=hardware) for hardware in distinct.values()]
     contexts = []
     size = _LEAST_CONTEXT
-    while size <= case.config.positions:
+    while size < longest:
         contexts.append(size)
         size *= 2
+    contexts.append(longest)
     return [
         replace(
             case,
@@ -40,8 +46,8 @@ def _cases(case: Case, kind: str) -> list[Case]:
             new_tokens=min(case.new_tokens, context - 1),
             hardware=_gpus(case.hardware, gpus),
         )
-        for gpus in (1, 2)
-        for context in contexts or [case.config.positions]
+        for gpus in (1, several)
+        for context in contexts
     ]
 
 
