@@ -226,7 +226,7 @@ def _check_sum(file: TensorsFile, what: str, data: bytes | memoryview) -> None:
     file.read(_SUMS, sums)
     order = [_HEADER, *(name for name in file.stored if name != _SUMS)]
     if int(sums[order.index(what)]) != zlib.crc32(data):
-        raise CheckpointError(f"its {what} is damaged: the checksum is another one")
+        raise CheckpointError(f"its {what} is damaged: its checksum does not match")
 
 
 def _check(file: TensorsFile, shape: KVShape) -> None:

@@ -30,8 +30,8 @@ def test_weights_on_the_device_are_named(resident: int, embedding: bool, said: s
         (288, 30, 0, "KV: 30 of 288 blocks and the newest tokens"),
         (
             *(1024, 804, 163),
-            "KV: 804 of 1024 blocks and the newest tokens; 163 of the blocks in the workspace, "
-            "after the prefill",
+            "KV: 804 of 1024 blocks (163 of them in memory that only the prefill needs) and the "
+            "newest tokens",
         ),
     ],
 )

@@ -229,10 +229,9 @@ def _kv_on_device(placement: dict[str, Any]) -> str:
     if not blocks:
         return "KV of all tokens"
     some = f"{kept} of {blocks} blocks" if kept < blocks else f"all {blocks} blocks"
-    text = f"KV: {some} and the newest tokens"
     if reclaimed := placement["reclaimed_kv_blocks"]:
-        text += f"; {reclaimed} of the blocks in the workspace, after the prefill"
-    return text
+        some += f" ({reclaimed} of them in memory that only the prefill needs)"
+    return f"KV: {some} and the newest tokens"
 
 
 def _figures(p: Prediction, case: Case) -> list[Row]:

@@ -206,6 +206,8 @@ def _token_id(token: object, vocab: int) -> int:
     """Convert a token id, which may be an integer of numpy or torch. Raises UsageError."""
     if isinstance(token, Mapping):
         raise UsageError("a prompt is text or a list of token ids; Engine.chat answers messages")
+    if isinstance(token, str):
+        raise UsageError("a prompt is text or token ids; Engine.generate_all takes several prompts")
     try:
         number = -1 if isinstance(token, bool) else operator.index(token)
     except TypeError:
