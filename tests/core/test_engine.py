@@ -378,6 +378,8 @@ def test_token_ids_may_be_numbers_of_any_library(speaking) -> None:
         for token, kind in ((1.0, "float"), (True, "bool"), ("a", "str"), (10**9, "int")):
             with pytest.raises(UsageError, match=f"token id .* \\({kind}\\) is not"):
                 engine.generate([5, token], params)
+        with pytest.raises(UsageError, match="generate_all takes them"):
+            engine.generate(["Hello", "Good day"], params)
 
 
 def test_messages_go_through_the_template(speaking) -> None:

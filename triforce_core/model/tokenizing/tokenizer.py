@@ -193,7 +193,10 @@ def token_ids_of(prompt: str | Iterable[int], tokenizer: Tokenizer | None, vocab
             raise UsageError("the model has no tokenizer; give the prompt as token ids")
         token_ids = tokenizer.encode(prompt)
     elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
-        token_ids = [_token_id(token, vocab) for token in prompt]
+        tokens = list(prompt)
+        if tokens and all(isinstance(token, str) for token in tokens):
+            raise UsageError("several prompts: Engine.generate_all takes them, and this takes one")
+        token_ids = [_token_id(token, vocab) for token in tokens]
     else:
         kind = type(prompt).__name__
         raise UsageError(f"a prompt is text or a list of token ids, and this is {kind}")
@@ -206,8 +209,6 @@ def _token_id(token: object, vocab: int) -> int:
     """Convert a token id, which may be an integer of numpy or torch. Raises UsageError."""
     if isinstance(token, Mapping):
         raise UsageError("a prompt is text or a list of token ids; Engine.chat answers messages")
-    if isinstance(token, str):
-        raise UsageError("a prompt is text or token ids; Engine.generate_all takes several prompts")
     try:
         number = -1 if isinstance(token, bool) else operator.index(token)
     except TypeError:
