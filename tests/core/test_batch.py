@@ -12,7 +12,7 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import assert_equal_but_for_ties, assert_own_texts, greedy
 
 from triforce_core import Completion, Engine, SamplingParams
-from triforce_core.requests import loss, pool
+from triforce_core.requests import loss
 from triforce_core.requests.request import Request
 from triforce_offload.errors import DoesNotFitError, LinkError, UsageError
 from triforce_offload.plan.placement import Placement
@@ -370,8 +370,7 @@ def test_a_copied_context_goes_on_as_its_own_would(tiny, monkeypatch, family: st
     """A prompt that shares its beginning with another conversation gets a copy of the context, also
     while that conversation is under way.
     """
-    for place in (loss, pool):
-        monkeypatch.setattr(place, "WORTH_COPYING", 16)
+    monkeypatch.setattr(loss, "WORTH_COPYING", 16)
     path, _ = tiny(family)
     shared, own = random_ids(60, 1), [random_ids(30, seed) for seed in (2, 3, 4)]
     asked = [shared + each for each in own]

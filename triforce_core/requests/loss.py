@@ -20,11 +20,15 @@ def goes_on(prompt: int, shared: int) -> bool:
     return shared >= prompt - _ANSWER_BEGINS
 
 
+def is_worth_a_copy(known: int, tokens: int) -> bool:
+    """Whether to prefill `tokens` tokens takes longer than to copy a context of `known` tokens."""
+    return tokens >= max(WORTH_COPYING, known * _WORTH_SHARE)
+
+
 def loses_much(known: int, prompt: int, shared: int) -> bool:
     """Whether a conversation would lose so much of its context to the next prompt that a copy of
     the context is worth its time and memory.
 
     known: number of tokens of its context; prompt, shared: as in `goes_on`
     """
-    least = max(WORTH_COPYING, known * _WORTH_SHARE)
-    return not goes_on(prompt, shared) and known - shared >= least
+    return not goes_on(prompt, shared) and is_worth_a_copy(known, known - shared)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.snapshot import Snapshot, restore, snapshot_of
-from triforce_core.requests.loss import WORTH_COPYING, loses_much
+from triforce_core.requests.loss import is_worth_a_copy, loses_much
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.memory.host import check_available
 
@@ -69,7 +69,8 @@ class Contexts:
         if best is None:
             best = self._make()
         elif self._loses_much(best, shared(best)):
-            best = self._instead_of(best, free, copies=shared(best) >= WORTH_COPYING)
+            copies = is_worth_a_copy(best.length, shared(best))
+            best = self._instead_of(best, free, copies=copies)
         self._all = [each for each in self._all if each is not best] + [best]
         self._taken.append(best)
         known = self._owners.get(best, owner) == owner
