@@ -275,14 +275,15 @@ class Engine:
 
     def load_context(self, path: str | Path) -> LoadedContext:
         """Load a context that `save_context` wrote. A prompt that begins with its tokens prefills
-        only the rest.
+        only the rest. A damaged file changes nothing.
 
         Raises UsageError if it is another model's or damaged, DoesNotFitError or LinkError.
         """
         self._check_free()
         shapes = self.models.whole_kv, self.models.whole_recent
         own = (*shapes, self._loaded.digest, self.config.vocab, self.max_context)
-        with self.runtime.memory.typed_errors(), reading(path, *own) as saved:
+        file = reading(path, *own, thorough=bool(self.context_tokens))
+        with self.runtime.memory.typed_errors(), file as saved:
             self.restore(saved)
             return LoadedContext(len(saved.tokens), saved.about)
 
@@ -323,9 +324,8 @@ class Engine:
             self._contexts.restore(saved, owner)
 
     def close(self) -> None:
-        """End all requests and release everything; a second call does nothing.
-
-        Raises UsageError during a pass: call `interrupt` first.
+        """End all requests and release everything; a second call does nothing. Raises UsageError
+        during a pass: call `interrupt` first.
         """
         if self._closed:
             return

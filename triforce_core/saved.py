@@ -124,6 +124,8 @@ def reading(
     model: str,
     vocab: int,
     most: int,
+    *,
+    thorough: bool = False,
 ) -> Iterator[Snapshot]:
     """Open a context in a file. Its layers are read on demand, inside the `with` block.
 
@@ -132,6 +134,7 @@ def reading(
     model: digest of the model that it must belong to
     vocab: number of tokens of the model's vocabulary
     most: the most tokens that the context may have
+    thorough: whether to read all layers first, so that damage is found before anything changes
     Raises UsageError, which names what is wrong.
     """
     path = Path(path).expanduser()
@@ -154,6 +157,8 @@ def reading(
                     f"the context in {path} has {len(tokens)} tokens, and the engine takes {most}"
                 )
             marks = {each.kind: _marks(file, each, len(tokens)) for each in recent}
+            for layer in range(shape.layers if thorough else 0):
+                _read(file, f"kv.{layer}", shape.dtype)
             yield Snapshot(
                 tokens.tolist(),
                 shape.layers,

@@ -337,6 +337,9 @@ def test_one_bit_of_what_was_saved_is_enough_to_be_refused(tiny, tmp_path, seed:
         saved.write_bytes(whole)
         with pytest.raises(UsageError):
             running.load_context(saved)
+        # The context at hand is still there.
+        again = running.generate(PROMPT, SamplingParams(1))
+        assert again.stats["reused_tokens"] == len(PROMPT) - 1
 
 
 def test_damaged_files_are_refused_in_a_sentence(tiny, tmp_path) -> None:
