@@ -148,7 +148,7 @@ class _Served:
                 raise Interrupted
 
         try:
-            self.context.prefill_from(call.tokens, call.kept, call.new_tokens, heard)
+            self.context.prefill_from(call, heard)
         except Interrupted:
             # The reused prefix is kept, as on rank 0.
             return

@@ -363,3 +363,21 @@ def test_ranks_that_hold_another_text_are_found_out(tiny, leaders) -> None:
         assert isinstance(follower.error, RankError)
         assert "checksum" in str(follower.error)
         follower.error = None
+
+
+@pytest.mark.parametrize("draft", ["ngram", "{model}"])
+def test_the_first_rank_decides_whether_the_retrieval_level_drafts(
+    tmp_path, leaders, draft: str
+) -> None:
+    """It alone has the draft model, above which the level always drafts. Nothing streams."""
+    model = make_model("llama", tmp_path, max_position_embeddings=20_000)
+    prompt = random_ids(PROMPT)
+    options = {"draft": draft.format(model=tmp_path), "draft_tokens": 4, "max_context": 16_384}
+    with engine(tmp_path, 2, "resident", **options) as ours:
+        assert ours.models.budget
+        result = ours.generate(prompt, greedy(NEW))
+    assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+    assert (result.stats["retrieval"]["steps"] > 0) == (draft != "ngram")
+    if draft != "ngram":
+        # Its cache has the whole text, on all ranks.
+        assert result.stats["acceptance"]["target"] > 0.9

@@ -93,12 +93,15 @@ class RankStats(ContextCall):
 class Prefill(ContextCall):
     """Prefill, see `Context.prefill`. The first `kept` tokens are reused. After each layer, a
     `GoOn` or a `Stop` follows.
+
+    idle: whether the retrieval level does not draft for this text, as the first rank decides
     """
 
     computes = True
     tokens: list[int]
     kept: int
     new_tokens: int
+    idle: bool
 
 
 @dataclass(frozen=True)

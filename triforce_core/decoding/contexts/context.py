@@ -119,20 +119,14 @@ class Context:
         Raises DoesNotFitError or LinkError; the context is unusable then.
         """
         kept = self.shared(tokens) if reuse else 0
-        self.tell(calls.Prefill(list(tokens), kept, new_tokens))
-        return self.prefill_from(tokens, kept, new_tokens, self.tell.after_each_layer(each_layer))
+        call = calls.Prefill(list(tokens), kept, new_tokens, self.levels.idle_for(len(tokens)))
+        self.tell(call)
+        return self.prefill_from(call, self.tell.after_each_layer(each_layer))
 
-    def prefill_from(
-        self,
-        tokens: Sequence[int],
-        kept: int,
-        new_tokens: int,
-        each_layer: Callable[[int], None],
-    ) -> Prefilled:
-        """Prefill on this rank; `prefill` also tells the others. The first `kept` tokens are
-        reused.
-        """
-        self.reset(kept, len(tokens), new_tokens)
+    def prefill_from(self, call: calls.Prefill, each_layer: Callable[[int], None]) -> Prefilled:
+        """Prefill on this rank; `prefill` also tells the others."""
+        tokens, kept = call.tokens, call.kept
+        self.reset(kept, len(tokens), call.new_tokens)
         batch = ForwardBatch.text(torch.tensor(tokens[kept:]), kept, self.model.device)
         batch = batch.after(tokens, kept, self._tokens_before)
         try:
@@ -149,7 +143,7 @@ class Context:
         self.passes_when_prefilled = self.sequence.counters
         logits = self.model.logits(last)
         self.note(logits)
-        self.levels.prefilled(len(tokens))
+        self.levels.set_idle(call.idle)
         scored = batch.rows if short else min(batch.rows, SCORED_TOKENS)
         return Prefilled(logits, kept, scored)
 

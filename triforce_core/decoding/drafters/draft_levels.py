@@ -72,13 +72,19 @@ class DraftLevels:
         """Prepare for the prefill of a request. Waits for the device."""
         if self.retrieval:
             self.retrieval.begin()
-            self._set_idle(False)
+            self.set_idle(False)
 
-    def prefilled(self, tokens: int) -> None:
-        """Let the retrieval level draft for a text of this length only if that may pay. Where it
-        does not draft, passes collect no scores, which makes them faster on a CPU.
+    def idle_for(self, tokens: int) -> bool:
+        """Whether there is a retrieval level that should not draft for a text of this length."""
+        return self.retrieval is not None and not self._models.retrieval_pays(tokens)
+
+    def set_idle(self, idle: bool) -> None:
+        """Let the retrieval level draft, or not. Passes of a text for which it does not draft
+        collect no scores, which makes them faster on a CPU.
         """
-        self._set_idle(self.retrieval is not None and not self._models.retrieval_pays(tokens))
+        if idle != self.idle:
+            self.idle = idle
+            self._sequence.collect(None if idle else self.scores)
 
     def refresh(self, scored: int) -> None:
         """See `Context.refresh`."""
@@ -161,11 +167,6 @@ class DraftLevels:
         """Release all memory."""
         self._retrieval_resources.close()
         self.drafter.close()
-
-    def _set_idle(self, idle: bool) -> None:
-        if idle != self.idle:
-            self.idle = idle
-            self._sequence.collect(None if idle else self.scores)
 
     def _make_retrieval(self) -> None:
         """Create the retrieval cache of the sequence and the forwards over it. From then on, passes
