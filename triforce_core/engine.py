@@ -282,7 +282,7 @@ class Engine:
         self._check_free()
         shapes = self.models.whole_kv, self.models.whole_recent
         own = (*shapes, self._loaded.digest, self.config.vocab, self.max_context)
-        file = reading(path, *own, thorough=bool(self.context_tokens))
+        file = reading(path, *own, thorough=self._contexts.hold_tokens)
         with self.runtime.memory.typed_errors(), file as saved:
             self.restore(saved)
             return LoadedContext(len(saved.tokens), saved.about)
@@ -329,11 +329,11 @@ class Engine:
         """
         if self._closed:
             return
-        with ExitStack() as stack:
+        for stream in tuple(self._streams):
+            if stream.running:
+                raise UsageError("the engine is in the middle of a pass: interrupt it first")
+        with self.busy, ExitStack() as stack:
             stack.enter_context(self.runtime.memory.current())
-            for stream in tuple(self._streams):
-                if stream.running:
-                    raise UsageError("the engine is in the middle of a pass: interrupt it first")
             # Runs in reverse: streams, then other requests, contexts, and all loaded resources.
             stack.callback(self.models.close)
             stack.callback(self._contexts.close)

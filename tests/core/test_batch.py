@@ -12,7 +12,7 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import assert_equal_but_for_ties, assert_own_texts, greedy
 
 from triforce_core import Completion, Engine, SamplingParams
-from triforce_core.requests import loss
+from triforce_core.requests import loss, pool
 from triforce_core.requests.request import Request
 from triforce_offload.errors import DoesNotFitError, LinkError, UsageError
 from triforce_offload.plan.placement import Placement
@@ -391,3 +391,27 @@ def test_a_copied_context_goes_on_as_its_own_would(tiny, monkeypatch, family: st
     # A model with windows or states goes back to a length at which it knows them.
     assert min(reused) > 0 if family == "llama" else min(reused) >= 0
     assert again.stats["reused_tokens"] >= len(asked[0])
+
+
+def test_a_copy_for_which_there_is_no_room_is_left_out(tiny, monkeypatch) -> None:
+    """The prompt is prefilled as a whole, and no conversation loses its context but the one that
+    was unused for longest.
+    """
+    monkeypatch.setattr(loss, "WORTH_COPYING", 16)
+    path, _ = tiny("llama")
+    shared = random_ids(60, 1)
+    asked = [shared + random_ids(30, seed) for seed in (2, 3)]
+
+    def refused(nbytes: int, what: str) -> None:
+        raise DoesNotFitError(what, nbytes, 0, "planted")
+
+    with engine(path, "retrieval") as ours:
+        expected = [ours.generate(prompt, greedy(NEW), reuse=False).token_ids for prompt in asked]
+        ours.forget()
+        assert ours.generate(asked[0], greedy(NEW)).token_ids == expected[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "check_available", refused)
+            second = ours.generate(asked[1], greedy(NEW))
+        assert second.token_ids == expected[1]
+        assert second.stats["reused_tokens"] == 0
+        assert ours.generate(asked[0] + expected[0], greedy(2)).stats["reused_tokens"] >= 90

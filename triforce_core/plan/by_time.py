@@ -35,7 +35,7 @@ class Whole(NamedTuple):
 
     drafter: config of the draft model or head, None for n-grams
     pieces: pieces of its quantised matrices
-    drafter_pieces: those of the head, if one drafts
+    drafter_pieces: those of what drafts, if it is a model or a head
     """
 
     config: ModelConfig

@@ -133,7 +133,7 @@ def _first_that_drafts(
     fitting = mine = None
     refused: list[tuple[DoesNotFitError, ModelSizes]] = []
     wrong: list[UsageError] = []
-    for variant in _variants(sizes):
+    for variant in _variants(sizes, ranks):
         plan = None
         try:
             plan = fit_machine(variant, config, room)
@@ -157,14 +157,16 @@ def _first_that_drafts(
     raise _with_what_fits(*min(refused, key=lambda each: each[0].needed_bytes), config, room)
 
 
-def _variants(sizes: ModelSizes) -> Iterator[ModelSizes]:
+def _variants(sizes: ModelSizes, ranks: Ranks) -> Iterator[ModelSizes]:
     """Yield the sizes, then those that need less memory, as far as the settings leave that open:
-    with drafts that are chains, not trees, and with draft copies in fewer bits.
+    with drafts that are chains, not trees, and with draft copies in fewer bits. Several ranks have
+    equally many: they do not change trees to chains, since some drafters are on the first rank
+    alone.
     """
     method = sizes.method.with_smaller_copies
     for each in [sizes] if method is None else [sizes, replace(sizes, method=method)]:
         yield each
-        if (chains := each.drafting_chains) is not None:
+        if ranks.count == 1 and (chains := each.drafting_chains) is not None:
             yield chains
 
 

@@ -45,11 +45,18 @@ class Contexts:
         return self.latest.text.tokens[: self.latest.length] if self.latest else []
 
     @property
+    def hold_tokens(self) -> bool:
+        """Whether there is a context with KV."""
+        return any(context.length for context in self._all)
+
+    @property
     def have_room(self) -> bool:
         """Whether another context can be taken."""
         return len(self._taken) < self._most
 
-    def take(self, tokens: Sequence[int], owner: str = "") -> tuple[Context, bool]:
+    def take(
+        self, tokens: Sequence[int], owner: str = "", *, restores: bool = False
+    ) -> tuple[Context, bool]:
         """Take a context for a prompt. Return it, and whether its KV may be reused, which is not
         the case if it belongs to another owner.
 
@@ -58,6 +65,7 @@ class Contexts:
         may be more, or else the free one that was unused for longest, and copies the context to it
         if a long prefix is shared.
 
+        restores: whether the context is about to be restored, so that nothing is copied to it
         Raises DoesNotFitError, LinkError or RankError.
         """
 
@@ -69,8 +77,10 @@ class Contexts:
         if best is None:
             best = self._make()
         elif self._loses_much(best, shared(best)):
-            copies = is_worth_a_copy(best.length, shared(best))
-            best = self._instead_of(best, free, copies=copies)
+            other = self._instead_of(free)
+            if other is not best and not restores and is_worth_a_copy(best.length, shared(best)):
+                self._copy(best, other)
+            best = other
         self._all = [each for each in self._all if each is not best] + [best]
         self._taken.append(best)
         known = self._owners.get(best, owner) == owner
@@ -82,22 +92,27 @@ class Contexts:
         prompt = self._prompts.get(context, context.length)
         return 2 * kept < context.length or loses_much(context.length, prompt, kept)
 
-    def _instead_of(self, best: Context, free: Sequence[Context], *, copies: bool) -> Context:
-        """Return another context than `best`, if there may be one. copies: whether to copy it"""
-        other = free[0]
+    def _instead_of(self, free: Sequence[Context]) -> Context:
+        """Return a new context if there may be more, else the one that was unused for longest."""
         if len(self._all) < self._most:
             with suppress(DoesNotFitError):
-                other = self._make()
-        if copies and other is not best:
-            try:
-                _check_copy(best, 1, all_marks=best.models.ranks.count > 1)
-                restore(other, snapshot_of(best))
-            except BaseException:
-                self._forget(other)
-                other.close()
-                raise
-            self._owners[other] = self._owners[best]
-        return other
+                return self._make()
+        return free[0]
+
+    def _copy(self, context: Context, to: Context) -> None:
+        """Copy a context to another one, unless the host lacks memory for it."""
+        try:
+            # A rank that restores a context takes no other calls, such as for layers of this one.
+            saved = _snapshot(context, copied=context.models.ranks.count > 1)
+        except DoesNotFitError:
+            return
+        try:
+            restore(to, saved)
+        except BaseException:
+            self._forget(to)
+            to.close()
+            raise
+        self._owners[to] = self._owners[context]
 
     def _forget(self, context: Context) -> None:
         """Remove a context from the pool."""
@@ -117,19 +132,14 @@ class Contexts:
 
         Raises UsageError if there is none, DoesNotFitError if the host lacks memory, or RankError.
         """
-        context = self._to_copy()
-        # Earlier marks are in host memory, but the first of several ranks gathers copies of them.
-        _check_copy(context, 1, all_marks=context.models.ranks.count > 1)
-        return snapshot_of(context)
+        return _snapshot(self._to_copy(), copied=False)
 
     def copied(self) -> Snapshot:
         """Return a snapshot of the latest context that is a copy in host memory.
 
         Raises UsageError, DoesNotFitError if the host lacks memory, LinkError or RankError.
         """
-        context = self._to_copy()
-        _check_copy(context, context.models.whole_kv.layers, all_marks=True)
-        return snapshot_of(context).copied()
+        return _snapshot(self._to_copy(), copied=True)
 
     def _to_copy(self) -> Context:
         """Return the latest context. Raises UsageError if there is none."""
@@ -142,7 +152,7 @@ class Contexts:
 
         Raises DoesNotFitError, LinkError or RankError.
         """
-        (context, _), sound = self.take(saved.tokens, owner), False
+        (context, _), sound = self.take(saved.tokens, owner, restores=True), False
         try:
             restore(context, saved)
             sound = True
@@ -156,6 +166,18 @@ class Contexts:
         self._taken.clear()
         self._owners.clear()
         self._prompts.clear()
+
+
+def _snapshot(context: Context, *, copied: bool) -> Snapshot:
+    """Return a snapshot of a context. copied: whether it owns a copy of all layers
+
+    Raises DoesNotFitError if the host lacks memory, LinkError or RankError.
+    """
+    # Earlier marks are in host memory, but the first of several ranks gathers copies of them.
+    marks = copied or context.models.ranks.count > 1
+    _check_copy(context, context.models.whole_kv.layers if copied else 1, all_marks=marks)
+    saved = snapshot_of(context)
+    return saved.copied() if copied else saved
 
 
 def _check_copy(context: Context, layers: int, *, all_marks: bool) -> None:

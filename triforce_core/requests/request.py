@@ -117,7 +117,8 @@ class Request:
         self._rule = make_rule(models.method.accept, self.seed, models.target.device)
         self._drafting = drafting
         self._tallies = Tallies(Tally(), Tally())
-        self._decoder = self._make_decoder()
+        # Made once the prompt is prefilled, whose length decides which levels draft.
+        self._decoder: Decoder | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         # Log-probabilities of tokens whose text is not complete yet.
@@ -158,7 +159,6 @@ class Request:
         context.models.runtime.link.synchronize()
         self._note_counters()
         self._prompt = prompt
-        # The length of the prompt decides which levels draft.
         self._decoder = self._make_decoder()
 
     def interrupt_prefill(self) -> None:
@@ -211,7 +211,8 @@ class Request:
 
     def levels_changed(self) -> None:
         """Replace the decoder, because the old one refers to a dropped level."""
-        self._decoder = self._make_decoder()
+        if self.is_prefilled:
+            self._decoder = self._make_decoder()
 
     def finish(self) -> list[Piece | Completion]:
         """End the request and free its context. Return the rest of its text and the Completion.

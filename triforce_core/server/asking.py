@@ -15,7 +15,7 @@ from triforce_core.conversation import Turn
 from triforce_core.params import SamplingParams, checked
 from triforce_core.requests.answer.channels import CHANNEL
 from triforce_core.requests.answer.parts import Split
-from triforce_core.requests.answer.reasoning import variables
+from triforce_core.requests.answer.reasoning import tags_of, variables
 from triforce_core.requests.answer.split import format_of, split_of
 from triforce_core.requests.guiding import guide_of
 from triforce_core.server.answers import Answers
@@ -108,7 +108,11 @@ class Asking:
             format_of(tokenizer.chat_template)
         if begun and CHANNEL in tokenizer.chat_template:
             raise UsageError("a request cannot begin an answer in channels, as this model gives")
-        return self.worker.conversations.turn(messages, given, uses.described, begun)
+        turn = self.worker.conversations.turn(messages, given, uses.described, begun)
+        tags = tags_of(tokenizer.chat_template) if begun else None
+        if tags and turn.text.removesuffix(begun).rstrip().endswith(tags.begins):
+            raise UsageError("a request cannot begin an answer that begins with reasoning")
+        return turn
 
     def _with_tools(self, params: SamplingParams, uses: ToolUse) -> SamplingParams:
         """Return parameters that keep what a request says of its tools."""
@@ -118,26 +122,27 @@ class Asking:
         if uses.required or schema is not None:
             if uses.required:
                 grammar = form.grammar(uses.required_schemas)
-                asked = "tool_choice must be auto or none"
+                asked, what = "tool_choice must be auto or none", "a call of these tools"
             else:
                 grammar = form.grammar_or_answer(uses.schemas, schema)
                 asked = "a response_format and tools cannot be used in one request"
+                what = "a call of these tools, or an answer in this format,"
             if grammar is None:
                 raise UsageError(f"{asked}: this model's calls of tools have no grammar for it")
             params = replace(params, grammar=grammar, json_schema=None)
-            self._check_grammar(params)
+            self._check_grammar(params, what)
             return params
         if not uses.parallel and form.ends:
             return replace(params, stop=(*params.stop, form.ends))
         return params
 
-    def _check_grammar(self, params: SamplingParams) -> None:
-        """Raise UsageError if the grammar of required tools cannot be used."""
+    def _check_grammar(self, params: SamplingParams, what: str) -> None:
+        """Raise UsageError if the grammar of required tools cannot be used. what: what it gives"""
         engine = self.worker.engine
         try:
             guide_of(params, engine.tokenizer, engine.config)
         except UsageError as error:
-            raise UsageError(f"a call of these tools cannot be required: {error}") from error
+            raise UsageError(f"{what} cannot be required: {error}") from error
 
     def _splits(self, prompt: str, uses: ToolUse, *, guided: bool) -> NewSplit:
         """Return what makes splitters of the answers to a rendered prompt."""

@@ -109,4 +109,5 @@ def in_form(path: str, error: dict[str, Any]) -> dict[str, Any]:
 
 def _answer(path: str, status: int, message: str) -> JSONResponse:
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    return JSONResponse(in_form(path, refusal(message, kind)), status)
+    code = {403: "unknown_host", 413: "request_too_large"}.get(status)
+    return JSONResponse(in_form(path, refusal(message, kind, code)), status)

@@ -27,7 +27,7 @@ class Metrics:
             return Histogram(f"triforce_{name}", about, buckets=_SECONDS, **registry)
 
         self._requests = counter("requests", "Texts by the way in which they ended", "outcome")
-        self._refused = counter("refusals", "Requests that were answered with an error", "status")
+        self._refused = counter("refusals", "Requests with a key that were refused", "status")
         self._tokens = counter(
             "tokens", "Tokens that were prefilled, reused from a context, or generated", "kind"
         )

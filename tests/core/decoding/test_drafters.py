@@ -262,3 +262,8 @@ def test_each_request_decides_by_its_own_prompt_whether_the_level_drafts(
         assert text.stats["reused_tokens"] == 120
         # Those of the prompt are collected, in case the next text is long.
         assert len(scored) == len(engine.config.layers)
+        # Scores of tokens that are no longer in the text are forgotten.
+        engine.generate(short[:20], SamplingParams(1))
+        levels = engine._contexts.latest.levels
+        assert levels.idle
+        assert not levels.scores.sums[..., 3:].any()

@@ -13,6 +13,7 @@ from thread_ranks import engine
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.calls import Begin, Close, Open, RunHead, RunPass
+from triforce_core.requests import loss
 from triforce_core.requests.stream import Completion
 from triforce_offload.copies import PassCopies
 from triforce_offload.errors import DoesNotFitError
@@ -162,3 +163,22 @@ def test_a_context_that_the_first_rank_has_no_room_for_is_closed_on_all(
         assert ours.generate(prompts()[1], greedy(NEW)).token_ids
         calls = leaders[0].calls
         assert calls.count(Open) - calls.count(Close) == 1, "the second one is kept"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_prompt_that_shares_its_beginning_gets_a_copy_on_all_ranks(
+    tiny, leaders, monkeypatch, family: str
+) -> None:
+    monkeypatch.setattr(loss, "WORTH_COPYING", 16)
+    path, _ = tiny(family)
+    shared = random_ids(60, 1)
+    asked = [shared + random_ids(30, seed) for seed in (2, 3)]
+    with running(path, 2, "kv", "retrieval") as ours:
+        expected = [ours.generate(prompt, greedy(NEW), reuse=False).token_ids for prompt in asked]
+        ours.forget()
+        found = [ours.generate(prompt, greedy(NEW)) for prompt in asked]
+        assert [each.token_ids for each in found] == expected
+        again = ours.generate(asked[0] + expected[0], greedy(2))
+        assert again.stats["reused_tokens"] >= len(asked[0])
+    if family == "llama":
+        assert found[1].stats["reused_tokens"] == len(shared)

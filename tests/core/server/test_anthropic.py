@@ -9,7 +9,7 @@ from typing import Any, Literal
 import anthropic
 import pytest
 from running import HELLO, Running, serving
-from tooled import write_tooled
+from tooled import SHOWN, TEMPLATES, write_tooled
 
 from triforce_core.requests.answer.parts import Parts, ToolCall
 from triforce_core.requests.stream import Piece
@@ -140,12 +140,12 @@ def test_tools_are_called_whole_and_streamed_and_answered(tooled: Running) -> No
 
 
 def test_a_schema_of_the_answer_is_kept(tooled: Running) -> None:
-    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    said = client_of(tooled).messages.create(
-        messages=HELLO, output_config=config, **BASE | {"max_tokens": 99}
-    )
-    assert json.loads(said.content[0].text)["city"] in ("Paris", "Rome")
-    assert said.stop_reason == "end_turn"
+    shape = {"type": "json_schema", "schema": SCHEMA}
+    for config in {"output_config": {"format": shape}}, {"output_format": shape}:
+        body = {"messages": HELLO, **BODY, "max_tokens": 99, **config}
+        said = json.loads(tooled.ask("POST", PATH, body, CLIENT)[2])
+        assert json.loads(said["content"][0]["text"])["city"] in ("Paris", "Rome")
+        assert said["stop_reason"] == "end_turn"
 
 
 def test_a_stop_sequence_is_named(tooled: Running) -> None:
@@ -206,7 +206,7 @@ def test_a_number_that_changes_with_each_request_leaves_the_prefix_reusable(
         (
             {"tool_choice": {"type": "tool"}, "tools": [TOOL]},
             400, "invalid_request_error", "a choice of a tool needs its name"),
-        ({"mcp_servers": []}, 400, "invalid_request_error", "mcp_servers is not supported"),
+        ({"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers must be empty"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_anthropics_form(
@@ -224,6 +224,26 @@ def test_answers_of_models_in_channels_cannot_be_begun(tmp_path) -> None:
     refused = pytest.raises(anthropic.BadRequestError, match="cannot begin")
     with serving(write_tooled(tmp_path, "gpt-oss")) as running, refused:
         client_of(running).messages.create(messages=begun, **BASE)
+
+
+def test_answers_that_begin_with_reasoning_cannot_be_begun(tmp_path, monkeypatch) -> None:
+    """A template that opens the reasoning whatever is asked, as DeepSeek-R1's does."""
+    monkeypatch.setitem(TEMPLATES, "reasons", SHOWN + "<think>\n{# </think> #}")
+    begun = [*HELLO, {"role": "assistant", "content": "So"}]
+    refused = pytest.raises(anthropic.BadRequestError, match="begins with reasoning")
+    with serving(write_tooled(tmp_path, "reasons")) as running, refused:
+        client_of(running).messages.create(messages=begun, **BASE)
+
+
+def test_clients_that_say_who_they_are_reuse_only_their_own_prefixes(tooled: Running) -> None:
+    system = "You are only known to me. " * 9
+    reused = []
+    for user in ("one", "two", "two"):
+        body = {"system": system, "messages": HELLO, "user": user, **BODY}
+        said = json.loads(tooled.ask("POST", PATH, body, CLIENT)[2])
+        reused.append(said["usage"]["cache_read_input_tokens"])
+    assert reused[:2] == [0, 0]
+    assert reused[2] > len(system)
 
 
 def test_the_key_is_taken_from_either_header(tmp_path) -> None:

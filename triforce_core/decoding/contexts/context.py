@@ -158,6 +158,8 @@ class Context:
 
     def roll_back(self, tokens: int) -> None:
         """Forget all but the first `tokens` tokens of the text. Raises LinkError."""
+        # Scores of chunks are forgotten too, so they must be collected again first.
+        self.levels.set_idle(False)
         self.sequence.roll_back(tokens)
         self.levels.roll_back(tokens)
         self.text = Text(self.text.tokens[:tokens])

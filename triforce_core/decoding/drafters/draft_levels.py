@@ -72,7 +72,6 @@ class DraftLevels:
         """Prepare for the prefill of a request. Waits for the device."""
         if self.retrieval:
             self.retrieval.begin()
-            self.set_idle(False)
 
     def idle_for(self, tokens: int) -> bool:
         """Whether there is a retrieval level that should not draft for a text of this length."""

@@ -19,7 +19,7 @@ from triforce_core.model.tensors import (
     stored_layouts,
 )
 from triforce_core.params import SamplingParams
-from triforce_core.plan.formats import split_weights, storable_pieces
+from triforce_core.plan.formats import split_weights, storable_pieces, usable_pieces
 from triforce_core.plan.levels import fitting_budget
 from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.plan import Plan
@@ -123,7 +123,8 @@ class Case:
         joins = self.draft_config.joins
         own = self.stored_drafter and self._storable(self.stored_drafter)
         if not joins:
-            return own
+            device = self.device or self._device
+            return own and usable_pieces(own, self.draft_config, self.dtype, device)
         if joins.divided and joins.in_own_files:
             return own and self._drafter_share.pieces(own)
         if not joins.divided:

@@ -209,8 +209,11 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
+    """task_budget: without effect, as a budget for reasoning is"""
+
     effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     format: OutputFormat | None = None
+    task_budget: JsonObject | None = None
 
 
 class CountRequest(Strict):
@@ -225,6 +228,9 @@ class CountRequest(Strict):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    # The older name of the format in `output_config`.
+    output_format: OutputFormat | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     # Accepted without effect.
     cache_control: Any = None
     context_management: Any = None
@@ -267,7 +273,7 @@ class CountRequest(Strict):
         return {"enable_thinking": known[asked]} if asked in known else None
 
     def _format(self) -> ResponseFormat | None:
-        given = self.output_config and self.output_config.format
+        given = (self.output_config and self.output_config.format) or self.output_format
         if given is None:
             return None
         return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=given.schema_))
@@ -281,6 +287,10 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     thread: JsonObject | None = None
+    # This server's names of a client: cached KV is reused only for the same one.
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     # Accepted without effect. Claude Code names another user in each session, and the sessions of
     # one person should reuse each other's KV.
     metadata: JsonObject | None = None
@@ -303,6 +313,9 @@ class MessagesRequest(CountRequest):
             "top_k": self.top_k,
             "stop": self.stop_sequences,
             "stream": self.stream,
+            "user": self.user,
+            "safety_identifier": self.safety_identifier,
+            "prompt_cache_key": self.prompt_cache_key,
         }
 
 

@@ -18,6 +18,8 @@ _ERRORS = {
     "model_not_found": "not_found_error",
     "not_ready": "overloaded_error",
     "does_not_fit": "overloaded_error",
+    "request_too_large": "request_too_large",
+    "unknown_host": "permission_error",
     "authentication_error": "authentication_error",
     "rate_limit_error": "rate_limit_error",
     "server_error": "api_error",
@@ -33,7 +35,7 @@ class AnthropicMessages:
         """model: name of the model that is served"""
         self._new_split = new_split
         self._split = new_split()
-        self._most = body.max_tokens
+        self._most, self._stops = body.max_tokens, body.stop_sequences or ()
         self._blocks = 0
         # The kind of the block that is open, and whether a tool was called.
         self._open = ""
@@ -103,7 +105,7 @@ class AnthropicMessages:
         elif self._called:
             reason = "tool_use"
         else:
-            reason = "end_turn" if completion.stop is None else "stop_sequence"
+            reason = "stop_sequence" if completion.stop in self._stops else "end_turn"
         stop = completion.stop if reason == "stop_sequence" else None
         return {"stop_reason": reason, "stop_sequence": stop}
 
