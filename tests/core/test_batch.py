@@ -12,7 +12,6 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import assert_equal_but_for_ties, assert_own_texts, greedy
 
 from triforce_core import Completion, Engine, SamplingParams
-from triforce_core.requests import loss, pool
 from triforce_core.requests.request import Request
 from triforce_offload.errors import DoesNotFitError, LinkError, UsageError
 from triforce_offload.plan.placement import Placement
@@ -363,55 +362,3 @@ def test_an_error_ends_all_requests_that_were_made_together(tiny, monkeypatch, f
                 ours.generate_all(prompts(3), greedy(NEW))
         assert not ours._batch.members
         assert ours.generate(prompts()[4], greedy(NEW)).token_ids == expected
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
-def test_a_copied_context_goes_on_as_its_own_would(tiny, monkeypatch, family: str) -> None:
-    """A prompt that shares its beginning with another conversation gets a copy of the context, also
-    while that conversation is under way.
-    """
-    monkeypatch.setattr(loss, "WORTH_COPYING", 16)
-    path, _ = tiny(family)
-    shared, own = random_ids(60, 1), [random_ids(30, seed) for seed in (2, 3, 4)]
-    asked = [shared + each for each in own]
-    with engine(path, "retrieval", "both") as ours:
-        expected = [ours.generate(prompt, greedy(NEW), reuse=False).token_ids for prompt in asked]
-        ours.forget()
-        assert ours.generate(asked[0], greedy(NEW)).token_ids == expected[0]
-        told: list = []
-        ours.add_request(asked[1], greedy(NEW), told.append)
-        ours.step()
-        ours.add_request(asked[2], greedy(NEW), told.append)
-        while ours.step():
-            pass
-        results = [item for item in told if isinstance(item, Completion)]
-        assert sorted(result.token_ids for result in results) == sorted(expected[1:])
-        reused = [result.stats["reused_tokens"] for result in results]
-        again = ours.generate(asked[0] + expected[0], greedy(4))
-    # A model with windows or states goes back to a length at which it knows them.
-    assert min(reused) > 0 if family == "llama" else min(reused) >= 0
-    assert again.stats["reused_tokens"] >= len(asked[0])
-
-
-def test_a_copy_for_which_there_is_no_room_is_left_out(tiny, monkeypatch) -> None:
-    """The prompt is prefilled as a whole, and no conversation loses its context but the one that
-    was unused for longest.
-    """
-    monkeypatch.setattr(loss, "WORTH_COPYING", 16)
-    path, _ = tiny("llama")
-    shared = random_ids(60, 1)
-    asked = [shared + random_ids(30, seed) for seed in (2, 3)]
-
-    def refused(nbytes: int, what: str) -> None:
-        raise DoesNotFitError(what, nbytes, 0, "planted")
-
-    with engine(path, "retrieval") as ours:
-        expected = [ours.generate(prompt, greedy(NEW), reuse=False).token_ids for prompt in asked]
-        ours.forget()
-        assert ours.generate(asked[0], greedy(NEW)).token_ids == expected[0]
-        with monkeypatch.context() as patch:
-            patch.setattr(pool, "check_available", refused)
-            second = ours.generate(asked[1], greedy(NEW))
-        assert second.token_ids == expected[1]
-        assert second.stats["reused_tokens"] == 0
-        assert ours.generate(asked[0] + expected[0], greedy(2)).stats["reused_tokens"] >= 90
