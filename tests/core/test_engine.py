@@ -152,7 +152,7 @@ def test_prompts_that_cannot_be_taken_are_refused_and_never_cut(speaking, tiny) 
             with pytest.raises(UsageError, match="empty"):
                 engine.generate(prompt)
         for token in (97, -1, "a", 2.0):
-            with pytest.raises(UsageError, match="token id|several prompts"):
+            with pytest.raises(UsageError, match=r"token id|several prompts"):
                 engine.generate([token])
     path, _ = tiny("llama")
     with make(path) as engine, pytest.raises(UsageError, match="no tokenizer"):
