@@ -31,7 +31,7 @@ CASES = [
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize(("family", "fit_machine"), CASES)
+@pytest.mark.parametrize(("family", "placed"), CASES)
 def test_the_text_is_the_model_s(tiny, leaders, family: str, placed: str) -> None:
     path, model = tiny(family)
     theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
