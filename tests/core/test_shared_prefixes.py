@@ -44,13 +44,13 @@ def test_a_copied_context_goes_on_as_its_own_would(tiny, monkeypatch, family: st
         expected = [ours.generate(prompt, greedy(NEW), reuse=False).token_ids for prompt in asked]
         ours.forget()
         assert ours.generate(asked[0], greedy(NEW)).token_ids == expected[0]
-        told: list = []
-        ours.add_request(asked[1], greedy(NEW), told.append)
+        received: list = []
+        ours.add_request(asked[1], greedy(NEW), received.append)
         ours.step()
-        ours.add_request(asked[2], greedy(NEW), told.append)
+        ours.add_request(asked[2], greedy(NEW), received.append)
         while ours.step():
             pass
-        results = [item for item in told if isinstance(item, Completion)]
+        results = [item for item in received if isinstance(item, Completion)]
         assert sorted(result.token_ids for result in results) == sorted(expected[1:])
         reused = [result.stats["reused_tokens"] for result in results]
         again = ours.generate(asked[0] + expected[0], greedy(4))

@@ -91,7 +91,7 @@ def test_a_thread_that_comes_during_a_pass_waits_or_is_refused(tiny, monkeypatch
     path, _ = tiny("llama")
     params, known = SamplingParams(6, temperature=0), Batch._current_for
     begun, comes = threading.Event(), threading.Event()
-    told: list = []
+    received: list = []
     contexts: list[int] = []
 
     def slowly(self: Batch, members: list) -> object:
@@ -108,9 +108,9 @@ def test_a_thread_that_comes_during_a_pass_waits_or_is_refused(tiny, monkeypatch
         assert begun.wait(60)
         comes.set()
         try:
-            told.append(engine.generate(random_ids(20, 7), params).token_ids)
+            received.append(engine.generate(random_ids(20, 7), params).token_ids)
         except UsageError as error:
-            told.append(str(error))
+            received.append(str(error))
 
     with Engine.from_pretrained(path, device="cpu", max_context=100) as engine:
         expected = engine.generate(random_ids(9), params).token_ids
@@ -121,4 +121,4 @@ def test_a_thread_that_comes_during_a_pass_waits_or_is_refused(tiny, monkeypatch
         assert engine.generate(random_ids(9), params, reuse=False).token_ids == expected
         thread.join(60)
         assert contexts == [1]
-        assert told[0] == others or "one is under way" in told[0]
+        assert received[0] == others or "one is under way" in received[0]

@@ -12,9 +12,13 @@ from triforce_core.server.messages.schema import (
     MOST_MESSAGES,
     MOST_STOPS,
     ChatRequest,
+    ClientName,
     JsonSchema,
     Message,
     ResponseFormat,
+    Temperature,
+    TopK,
+    TopP,
 )
 from triforce_core.server.messages.strict import JsonObject, Strict, or_says, text_alone
 from triforce_core.server.messages.tools import (
@@ -281,16 +285,16 @@ class CountRequest(Strict):
 
 class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1)]
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     thread: JsonObject | None = None
     # This server's names of a client: cached KV is reused only for the same one.
-    user: Annotated[str, Field(max_length=512)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    user: ClientName | None = None
+    safety_identifier: ClientName | None = None
+    prompt_cache_key: ClientName | None = None
     # Accepted without effect. Claude Code names another user in each session, and the sessions of
     # one person should reuse each other's KV.
     metadata: JsonObject | None = None

@@ -14,7 +14,12 @@ from triforce_core.server.messages.schema import (
     CompletionRequest,
     JsonSchema,
     Message,
+    MinP,
     ResponseFormat,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
 )
 from triforce_core.server.messages.strict import REQUEST_NOTHING, JsonObject, Strict, or_says
 from triforce_core.server.messages.tools import CallOfMessage, Function, FunctionCall, Tool
@@ -52,11 +57,11 @@ class Options(Strict):
     """
 
     request_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = REQUEST_NOTHING
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
     # -1 and -2 stand for "until the model ends" and "until the context is full".
     num_predict: Annotated[int, Field(ge=-2)] | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None

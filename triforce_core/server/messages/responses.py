@@ -9,10 +9,16 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from triforce_core.server.messages.schema import (
     MOST_MESSAGES,
     ChatRequest,
+    ClientName,
     JsonSchema,
     Message,
+    MinP,
     ResponseFormat,
+    Seed,
     StreamOptions,
+    Temperature,
+    TopK,
+    TopP,
 )
 from triforce_core.server.messages.strict import JsonObject, Strict, or_says, text_alone
 from triforce_core.server.messages.tools import (
@@ -145,11 +151,11 @@ class ResponsesRequest(Strict):
     ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: (
@@ -164,9 +170,9 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    user: ClientName | None = None
+    safety_identifier: ClientName | None = None
+    prompt_cache_key: ClientName | None = None
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
     # Accepted without effect.
     metadata: JsonObject | None = None

@@ -25,8 +25,13 @@ from triforce_core.server.messages.tools import (
     use_of,
 )
 
-_Name = Annotated[str, Field(max_length=512)]
-_Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+# Sampling options, and names of clients, as all APIs of the server take them.
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+ClientName = Annotated[str, Field(max_length=512)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 MOST_CHOICES = 16
 MOST_STOPS = 16
 # Messages are limited only by the context; token ids of a prompt by _MOST_IDS.
@@ -128,24 +133,24 @@ class Sampled(Strict):
     request_nothing: ClassVar[Mapping[str, tuple[Any, ...]]] = REQUEST_NOTHING
     # None for the model that is served.
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    seed: _Seed | None = None
+    seed: Seed | None = None
     stop: _Stop | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # The client's identity: cached KV is reused only for the same client.
-    user: _Name | None = None
-    safety_identifier: _Name | None = None
-    prompt_cache_key: _Name | None = None
+    user: ClientName | None = None
+    safety_identifier: ClientName | None = None
+    prompt_cache_key: ClientName | None = None
     # Accepted without effect.
     store: bool | None = None
     metadata: JsonObject | None = None
     service_tier: str | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: MinP | None = None
     # The names that vLLM and llama.cpp use for the same option.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
