@@ -59,7 +59,8 @@ class Engine:
         self._loaded = loaded
         self._contexts = Contexts(self.new_context, self.sequences)
         fallback = MemoryFallback(loaded.models, self.drafting)
-        self._batch = Batch(self.runtime, fallback, self._report_layer, self._freed)
+        prefills = lambda done, total: self.progress("prefill", done, total)  # noqa: E731
+        self._batch = Batch(self.runtime, fallback, prefills, self._freed)
         self.busy = self._batch.busy
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._closed = False
@@ -244,9 +245,11 @@ class Engine:
         valid = validated(self._loaded, prompt, params, reuse)
         return self._add(valid, receive, Event(), owner)
 
-    def step(self) -> bool:
-        """Prefill new prompts, then run a pass over all requests. Return whether any still runs."""
-        self._batch.step()
+    def step(self, *, in_parts: bool = False) -> bool:
+        """Prefill new prompts or a part, and run a pass, see `Batch.step`. Return whether any
+        request still runs.
+        """
+        self._batch.step(in_parts=in_parts)
         return bool(self._batch.members)
 
     def interrupt(self) -> None:
@@ -379,9 +382,6 @@ class Engine:
     def _add_alone(self, valid: ValidRequest, receive: Receiver, interrupted: Event) -> Member:
         self._check_free()
         return self._add(valid, receive, interrupted, "")
-
-    def _report_layer(self, layer: int) -> None:
-        self.progress("prefill", layer + 1, len(self.config.layers))
 
     def _freed(self, context: Context, sound: bool) -> None:
         if not sound:

@@ -13,6 +13,7 @@ from triforce_offload.copies import PassCopies
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.kv.caches.attend import PassCache
 from triforce_offload.kv.caches.prefill import PrefillCache
+from triforce_offload.kv.recent.marks import WHOLE, PromptPart
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
@@ -134,10 +135,13 @@ class SequenceKV:
         self._counters.bytes_to_device += self._copies.kept(self.kv)
 
     @contextmanager
-    def prefill(self, rows: int, *, streams: bool = True) -> Iterator[PrefillCache]:
+    def prefill(
+        self, rows: int, part: PromptPart = WHOLE, *, streams: bool = True
+    ) -> Iterator[PrefillCache]:
         """Yield the cache for a forward over `rows` tokens that follow the context. They are kept
         when the block ends; if it fails, call `roll_back`.
 
+        part: which part of a prompt they are
         streams: False if no forward runs, so that nothing has to cross the link
 
         Raises DoesNotFitError or LinkError.
@@ -152,7 +156,7 @@ class SequenceKV:
         if streams:
             self._copies.begin_prefill(kv)
         conveyor = self._copies.conveyor
-        cache = PrefillCache(kv, conveyor, rows, gathered, self._scores, self.recent)
+        cache = PrefillCache(kv, conveyor, rows, gathered, self._scores, self.recent, part)
         del gathered
         try:
             yield cache

@@ -248,7 +248,7 @@ def test_a_prompt_that_fails_ends_alone(tiny, monkeypatch) -> None:
         def fails(*_: object, **__: object) -> None:
             raise LinkError("a copy failed")
 
-        monkeypatch.setattr(member.context, "prefill", fails)
+        monkeypatch.setattr(member.context, "prefill_part", fails)
         while ours.step():
             pass
     assert isinstance(bad[-1], LinkError)

@@ -19,6 +19,7 @@ import torch
 from triforce_core.decoding.contexts.context import Context, begin_pass, run_pass
 from triforce_core.decoding.contexts.kv_parts import Interrupted
 from triforce_core.decoding.contexts.memory_fallback import MemoryFallback
+from triforce_core.decoding.contexts.prefill_parts import PrefillParts
 from triforce_core.decoding.decoder import Step
 from triforce_core.requests.one_thread import one_thread_at_a_time
 from triforce_core.requests.request import Request
@@ -72,17 +73,20 @@ class Batch:
         self,
         runtime: Runtime,
         fallback: MemoryFallback,
-        each_layer: Callable[[int], None],
+        progress: Callable[[int, int], None],
         ended: Callable[[Context, bool], None],
     ) -> None:
-        """each_layer: called after each layer of a prefill, with the layer's index
+        """progress: see `Request.prefill`
         ended: called when a request's context is free, with whether the context can be reused
         """
         # Also held while requests and contexts are made or changed.
         self.busy = threading.RLock()
         self._runtime = runtime
         self._fallback = fallback
-        self._each_layer = each_layer
+        self._progress = progress
+        self._parts = PrefillParts()
+        # Whether the next part is one of the prompt that waits longest.
+        self._in_order = True
         self._ended = ended
         self._new: list[Member] = []
         # Members of the current prefill or pass.
@@ -100,9 +104,15 @@ class Batch:
         """Add a request, to be prefilled next."""
         self._new.append(member)
 
-    def step(self) -> None:
-        """Prefill the prompts of new requests, then run one pass over all requests."""
-        self.prefill()
+    def step(self, *, in_parts: bool = False) -> None:
+        """Prefill the prompts of new requests, then run one pass over all requests.
+
+        in_parts: prefill only a part of one prompt, so that running requests wait less
+        """
+        if in_parts:
+            self._prefill_part()
+        else:
+            self.prefill()
         self.decode()
 
     @torch.inference_mode()
@@ -176,16 +186,41 @@ class Batch:
         while self.members:
             self.step()
 
-    def _prefill(self, member: Member) -> None:
+    @torch.inference_mode()
+    def _prefill_part(self) -> None:
+        """Prefill the next part of a prompt: in turn of the one that waits longest and of that of
+        which least is left, so that a short one need not wait for a long one.
+        """
+        if not self._new:
+            return
+        lengths = [member.request.left() for member in self._new]
+        place = 0 if self._in_order else lengths.index(min(lengths))
+        self._in_order = not self._in_order
+        member, link = self._new.pop(place), self._runtime.link
+        with self._current_for([member]):
+            rows = self._parts.rows(lengths[place])
+            began, before = time.perf_counter(), link.counters()
+            if not self._prefill(member, rows):
+                self._new.insert(place, member)
+            self._parts.took(rows, time.perf_counter() - began, link.counters() - before)
+        self._raise()
+
+    def _prefill(self, member: Member, rows: int | None = None) -> bool:
+        """Prefill a prompt, or its next `rows` tokens. Return whether its prefill has ended."""
         request = member.request
         try:
-            self._retried([member], lambda: request.prefill(self._each_layer), kept=0)
+            self._retried(
+                [member], lambda: request.prefill(self._progress, rows), kept=request.prefilled
+            )
         except Interrupted:
             request.interrupt_prefill()
             self._settle([member], [])
-        else:
-            step = self._retried([member], request.first)
-            self._settle([member], [step])
+            return True
+        if not request.is_prefilled:
+            return False
+        step = self._retried([member], request.first)
+        self._settle([member], [step])
+        return True
 
     def _steps(self, members: Sequence[Member]) -> list[Step]:
         """Run a pass. A failed pass changes nothing but KV."""

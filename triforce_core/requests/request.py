@@ -89,6 +89,7 @@ class Request:
 
     seed: seed of its random numbers; drawn if the parameters have none
     reason: why it ended: "stop", "length", "interrupted" or "error"; empty while it runs
+    progress: share of the prompt whose KV is in the context; other threads may read it
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Request:
         models, params = context.models, valid.params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.reason = ""
+        self.progress = 0.0
         self._valid = valid
         self._params = params
         self._text = valid.text
@@ -124,6 +126,9 @@ class Request:
         # Log-probabilities of tokens whose text is not complete yet.
         self._pending: list[TokenLogprob] = []
         self._prompt: Prefilled | None = None
+        # Numbers of tokens of the prompt: reused, and reused or prefilled so far.
+        self._reused = 0
+        self._prefilled: int | None = None
         self._step: Step | None = None
         # Rows by which the chunks for the next pass are to be chosen; None once that is done.
         self._due: int | None = None
@@ -138,28 +143,54 @@ class Request:
         """Whether the prefill is complete."""
         return self._prompt is not None
 
-    def prefill(self, each_layer: Callable[[int], None]) -> None:
+    @property
+    def prefilled(self) -> int:
+        """Number of the prompt's tokens that earlier calls of `prefill` left in the context."""
+        return self._prefilled or 0
+
+    def left(self) -> int:
+        """Return the number of the prompt's tokens that are to be prefilled."""
+        tokens = self._valid.tokens
+        return len(tokens) - (self._prefilled or self._shared())
+
+    def prefill(self, progress: Callable[[int, int], None], rows: int | None = None) -> None:
         """Prefill the prompt into the context, which belongs to this request until it ends.
 
-        each_layer: called after each layer with its index
+        progress: called after each layer with the layers done and the number of layers; of a part,
+            with the number that corresponds to the share of the prompt
+        rows: number of tokens to prefill now, if not all; call this again until `is_prefilled`
         Raises DoesNotFitError, LinkError, or Interrupted: call `interrupt_prefill` then.
         """
-        context = self._context
+        context, tokens = self._context, self._valid.tokens
+        layers = len(context.model.config.layers)
+        if self._prefilled is None:
+            self._reused = self._shared()
+        begin = self._reused if self._prefilled is None else self._prefilled
+        part = range(begin, len(tokens) if rows is None else begin + rows)
 
         def after(layer: int) -> None:
-            each_layer(layer)
+            done = begin + len(part) * (layer + 1) / layers
+            self.progress = done / len(tokens)
+            share = (done - self._reused) / (len(tokens) - self._reused)
+            progress(round(share * layers), layers)
             if self._interrupted.is_set():
                 raise Interrupted
 
         context.keeps_logits = self._params.wants_logprobs
-        prompt = context.prefill(
-            self._valid.tokens, self._params.max_new_tokens, after, reuse=self._valid.reuse
+        prompt = context.prefill_part(
+            tokens, part, self._params.max_new_tokens, after, reused=self._reused
         )
+        self._prefilled = part.stop
+        if prompt is None:
+            return
         context.text.guide = self._valid.guide
         context.models.runtime.link.synchronize()
         self._note_counters()
         self._prompt = prompt
         self._decoder = self._make_decoder()
+
+    def _shared(self) -> int:
+        return self._context.shared(self._valid.tokens) if self._valid.reuse else 0
 
     def interrupt_prefill(self) -> None:
         """End the request in the middle of its prefill."""

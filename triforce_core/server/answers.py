@@ -61,14 +61,14 @@ class Answers:
 
     async def _events(self) -> AsyncIterator[str]:
         completions: dict[int, Completion] = {}
-        with self._submitted() as items:
+        with self._submitted() as (items, jobs):
             yield ""
             try:
                 yield self.wording.begin(self._texts)
                 async with aclosing(_patiently(items, self._texts)) as following:
                     async for given in following:
                         if given is None:
-                            yield self.wording.waiting(self.worker.progress)
+                            yield self.wording.waiting(min(job.progress for job in jobs))
                             continue
                         index, item = given
                         if isinstance(item, Piece):
@@ -83,7 +83,7 @@ class Answers:
 
     async def _all(self) -> list[Completion]:
         completions: dict[int, Completion] = {}
-        with self._submitted() as items:
+        with self._submitted() as (items, _):
             while len(completions) < self._texts:
                 index, item = await _next(items)
                 if isinstance(item, Completion):
@@ -95,8 +95,9 @@ class Answers:
         return len(self.prompts) * self.choices
 
     @contextmanager
-    def _submitted(self) -> Iterator[asyncio.Queue]:
-        """Submit all sequences at once and yield a queue of their items, each with its index.
+    def _submitted(self) -> Iterator[tuple[asyncio.Queue, list[Job]]]:
+        """Submit all sequences at once. Yield a queue of their items, each with its index, and the
+        jobs.
 
         All jobs are cancelled on exit. Choices of one prompt use consecutive seeds if a seed is
         set.
@@ -113,7 +114,7 @@ class Answers:
                 jobs.append(Job(prompt, own, receive, request))
         self.worker.submit(jobs)
         try:
-            yield items
+            yield items, jobs
         finally:
             self.worker.cancel(jobs)
 

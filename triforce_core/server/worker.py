@@ -56,6 +56,11 @@ class Job:
     cancelled: bool = False
     _member: Member | None = None
 
+    @property
+    def progress(self) -> float:
+        """The share of the prompt that is processed."""
+        return self._member.request.progress if self._member else 0.0
+
     def cancel(self) -> None:
         self.cancelled = True
         if self._member is not None:
@@ -145,7 +150,7 @@ class Worker:
 
     @property
     def progress(self) -> float:
-        """The share of layers done while the model loads or a prompt is prefilled."""
+        """The share of layers done while the model loads."""
         done, total = self._progress
         return done / total
 
@@ -221,7 +226,7 @@ class Worker:
         while self.state == "ready" or self.running:
             self._wait_for_jobs()
             self._admit(engine, kept)
-            engine.step()
+            engine.step(in_parts=engine.sequences > 1)
 
     def _wait_for_jobs(self) -> None:
         """Wait until there is something to do."""
@@ -264,7 +269,6 @@ class Worker:
             if job.cancelled:
                 continue
             self.running.append(job)
-            self._progress = (0, 1)
             try:
                 kept.prepare(job.prompt.turn.tokens, job.prompt.owner)
                 job.begin(engine, partial(self._received, job))

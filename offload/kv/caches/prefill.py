@@ -16,6 +16,7 @@ from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.block_format import keys_values
 from triforce_offload.kv.caches.attend import PassAttention
+from triforce_offload.kv.recent.marks import WHOLE, PromptPart
 from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.sizes import SCORED_TOKENS
@@ -45,8 +46,9 @@ class PrefillCache:
         gathered: torch.Tensor,
         scores: ChunkScores | None = None,
         recent: RecentStores = NO_STORES,
+        part: PromptPart = WHOLE,
     ) -> None:
-        """rows: number of rows of the whole forward batch
+        """rows: number of rows of the whole forward batch, which is a `part` of a prompt
         gathered: flat uint8 device buffer for one layer's KV of the context and the forward batch
         scores: receives the score of each chunk by the last tokens, if given
         recent: the windows and states of the sequence
@@ -56,9 +58,9 @@ class PrefillCache:
         self._conveyor = conveyor
         self._rows = rows
         self._scores = scores
-        self._windows = WindowPrefill(recent.windows, rows) if recent.windows else None
-        self._states = StatePrefill(recent.states, rows) if recent.states else None
-        self._ngrams = StatePrefill(recent.ngrams, rows) if recent.ngrams else None
+        self._windows = WindowPrefill(recent.windows, rows, part) if recent.windows else None
+        self._states = StatePrefill(recent.states, rows, part) if recent.states else None
+        self._ngrams = StatePrefill(recent.ngrams, rows, part) if recent.ngrams else None
         self._recent = recent
         self.gathered = gathered.view(shape.dtype).view(shape.size(store.length + rows))
 

@@ -47,6 +47,21 @@ def reaches(start: int, length: int, tokens: int, past: int) -> int | None:
     return cut if start <= max(0, cut - past) else None
 
 
+@dataclass(frozen=True)
+class PromptPart:
+    """What a prefill computes of a prompt, if passes of other sequences run between its parts.
+
+    before, after: number of the prompt's tokens that prefills compute before this one and after it
+    """
+
+    before: int = 0
+    after: int = 0
+
+
+# A prefill of all of a prompt.
+WHOLE = PromptPart()
+
+
 class MarkTensor(NamedTuple):
     """A tensor of a mark, with heads in the second dimension.
 
@@ -86,6 +101,10 @@ class Marks:
             gaps = [lengths[i + 2] - lengths[i] for i in range(len(self._marks) - 1)]
             del self._marks[gaps.index(min(gaps))]
 
+    def drop(self, length: int) -> None:
+        """Drop the mark at this length, if there is one."""
+        self._marks = [mark for mark in self._marks if mark.length != length]
+
     def cut(self, tokens: int) -> None:
         """Drop marks of more than `tokens` tokens: the text behind that changes."""
         self._marks = [mark for mark in self._marks if mark.length <= tokens]
@@ -101,13 +120,20 @@ class Marks:
 
 
 class MarkPlaces:
-    """Where a prefill leaves marks: at the ends of parts, at about equal distances."""
+    """Where the prefill of a prompt leaves marks: at ends of chunks, at about equal distances."""
 
-    def __init__(self, marks: int, rows: int) -> None:
-        """marks: number of marks that the sequence has. rows: number of rows of the prefill"""
-        room = MOST_MARKS - 1 - marks
-        self._every = max(MARK_TOKENS, -(-rows // (room + 1))) if room > 0 else rows
+    def __init__(self, marks: Marks, length: int, rows: int, part: PromptPart) -> None:
+        """marks: the marks that the sequence has
+        length: number of tokens of its text
+        rows: number of rows of the prefill, which computes a `part` of the prompt
+        """
+        known = sum(mark.length <= length - part.before for mark in marks)
+        # Besides these, one where the prefill began and, if there are parts, where this one did.
+        room = MOST_MARKS - 1 - known - (part != WHOLE)
+        self._before, self._total = part.before, part.before + rows + part.after
+        self._every = max(MARK_TOKENS, -(-self._total // (room + 1))) if room > 0 else self._total
 
     def due(self, first: int, end: int) -> bool:
-        """Whether a mark belongs at the end of a part from row `first` to row `end`."""
-        return first // self._every != end // self._every
+        """Whether a mark belongs at the end of a chunk from row `first` to row `end`."""
+        first, end = self._before + first, self._before + end
+        return end < self._total and first // self._every != end // self._every

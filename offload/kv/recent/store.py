@@ -36,6 +36,8 @@ class RecentStore(ABC):
         self._past = past
         self._whole = True
         self._wanted: list[int] = []
+        # Length at which there is a mark only as long as a part of a prompt is prefilled.
+        self._until_filled: int | None = None
         # The mark at the current length, if it was asked for since the store changed.
         self._current: Mark | None = None
         # Rows that are leaving, and the first layer that still has them.
@@ -109,15 +111,22 @@ class RecentStore(ABC):
         if length not in self._wanted:
             self._wanted.append(length)
 
-    def begin_fill(self) -> None:
-        """Prepare for a prefill: leave a mark at the current length, because rows are replaced."""
+    def begin_fill(self, *, goes_on: bool = False) -> None:
+        """Prepare for a prefill: leave a mark at the current length, because rows are replaced.
+
+        goes_on: whether the prefill of a prompt goes on there, so that the mark is dropped when
+            this part of it ends
+        """
         if self.length and not self.marks.has(self.length):
             self.marks.add(self.mark())
+            self._until_filled = self.length if goes_on else None
         self._whole = False
 
     def commit_fill(self, length: int, held: int) -> None:
         """End a prefill with `held` rows of a text of `length` tokens."""
-        self._current = None
+        if self._until_filled is not None:
+            self.marks.drop(self._until_filled)
+        self._current = self._until_filled = None
         self.length, self.start, self._whole = length, length - held, True
         self._leaving = self._next_layer = 0
         self._prune_wanted()

@@ -8,7 +8,7 @@ from triforce_kernels.limits import DELTA_ROWS
 from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, delta_chunks, delta_rule, fold
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.kv.recent.marks import Mark, MarkPlaces
+from triforce_offload.kv.recent.marks import WHOLE, Mark, MarkPlaces, PromptPart
 from triforce_offload.kv.states.shape import FOLD_TOKENS, MOST_HELD, folded_tokens
 from triforce_offload.kv.states.store import StateStore
 
@@ -20,15 +20,15 @@ class StatePrefill:
     that, the store can be cut to that length again, by a mark.
     """
 
-    def __init__(self, store: StateStore, rows: int) -> None:
-        """rows: number of rows of the whole forward batch"""
+    def __init__(self, store: StateStore, rows: int, part: PromptPart = WHOLE) -> None:
+        """rows: number of rows of the whole forward batch, which is a `part` of a prompt"""
         self._store = store
         self._rows = rows
-        self._places = MarkPlaces(len(store.marks), rows)
+        self._places = MarkPlaces(store.marks, store.length, rows, part)
         self._marks: dict[int, Mark] = {}
         self._recent = store.inputs[0, :0]
         self._held = 0
-        store.begin_fill()
+        store.begin_fill(goes_on=part.before > 0)
 
     def convolve(
         self,
@@ -106,8 +106,8 @@ class StatePrefill:
         self._held = last
 
     def _end_part(self, layer: int, batch: ForwardBatch) -> None:
-        """Copy the layer to a mark, if one belongs at the end of this part."""
-        if batch.end == self._rows or not self._places.due(batch.first, batch.end):
+        """Copy the layer to a mark, if one belongs at the end of this chunk."""
+        if not self._places.due(batch.first, batch.end):
             return
         store, length = self._store, self._store.length + batch.end
         held = length - self._folded(length)

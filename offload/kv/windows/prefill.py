@@ -8,7 +8,7 @@ from triforce_kernels.attention.attention import PLAIN, Softmax, with_sinks
 from triforce_kernels.attention.text import attend_text
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.kv.recent.marks import Mark, MarkPlaces
+from triforce_offload.kv.recent.marks import WHOLE, Mark, MarkPlaces, PromptPart
 from triforce_offload.kv.windows.store import WindowStore
 
 
@@ -19,14 +19,14 @@ class WindowPrefill:
     to that length again, by a mark.
     """
 
-    def __init__(self, store: WindowStore, rows: int) -> None:
-        """rows: number of rows of the whole forward batch"""
+    def __init__(self, store: WindowStore, rows: int, part: PromptPart = WHOLE) -> None:
+        """rows: number of rows of the whole forward batch, which is a `part` of a prompt"""
         self._store = store
         self._rows = rows
         self._recent = store.rows[0, :, :, :0]
-        self._places = MarkPlaces(len(store.marks), rows)
+        self._places = MarkPlaces(store.marks, store.length, rows, part)
         self._marks: dict[int, torch.Tensor] = {}
-        store.begin_fill()
+        store.begin_fill(goes_on=part.before > 0)
 
     def attend(
         self,
@@ -48,7 +48,7 @@ class WindowPrefill:
         self._recent = whole[:, :, -shape.held :].clone()
         if batch.end == self._rows:
             store.fill(layer, self._recent)
-        elif self._places.due(batch.first, batch.end):
+        if self._places.due(batch.first, batch.end):
             self._mark(layer, store.length + batch.end)
         # The text before the window is gone; keys keep their places.
         first = store.length + batch.first - before

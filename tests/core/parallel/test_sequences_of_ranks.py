@@ -12,6 +12,7 @@ from oracle import assert_own_texts, greedy
 from thread_ranks import engine
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts import prefill_parts
 from triforce_core.decoding.contexts.calls import Begin, Close, Open, RunHead, RunPass
 from triforce_core.requests import loss
 from triforce_core.requests.stream import Completion
@@ -62,6 +63,23 @@ def test_greedy_texts_are_transformers_own(tiny, leaders, method: str, placed: s
     passes = leaders[0].calls.count(RunPass)
     made = sum(own.max_new_tokens for own in params)
     assert passes < 2 * made, "each is over several sequences, or keeps several tokens"
+
+
+@pytest.mark.parametrize("method", ["speculative", "retrieval"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_prompts_in_parts(tiny, leaders, monkeypatch, family: str, method: str) -> None:
+    """Ranks prefill the same parts, with passes of other requests in between."""
+    monkeypatch.setattr(prefill_parts, "LEAST", 16)
+    path, model = tiny(family)
+    params = [greedy(NEW - i) for i in range(len(LENGTHS))]
+    received: list[list] = [[] for _ in LENGTHS]
+    with running(path, 2, "kv", method, sequences=len(LENGTHS)) as ours:
+        for prompt, own, into in zip(prompts(), params, received, strict=True):
+            ours.add_request(prompt, own, into.append)
+        while ours.step(in_parts=True):
+            pass
+    results = [next(item for item in into if isinstance(item, Completion)) for into in received]
+    assert_own_texts(model, prompts(), params, results)
 
 
 @pytest.mark.one_in(2)

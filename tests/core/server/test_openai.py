@@ -8,6 +8,8 @@ from running import CONTEXT, HELLO, serving
 from tooled import write_tooled
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts import prefill_parts
+from triforce_core.requests.request import Request
 from triforce_core.server.settings import ServerSettings
 
 
@@ -242,3 +244,29 @@ def test_offsets_of_logprobs_are_positions_in_the_text(server) -> None:
     assert streamed == whole.logprobs.text_offset
     assert streamed[0] == 0
     assert streamed[-1] > 0
+
+
+def test_a_stream_goes_on_while_another_prompt_is_prefilled(speaking, monkeypatch) -> None:
+    """A prompt of 400 tokens is prefilled in 25 parts, with a token of the other text after each,
+    and the waiting client learns how far it is.
+    """
+    monkeypatch.setattr(prefill_parts, "LEAST", 16)
+    known, seen = Request.prefill, []
+    options = {"method": "autoregressive", "max_context": 500, "sequences": 2}
+    with serving(speaking, **options) as running:
+
+        def prefill(self: Request, *args: object) -> None:
+            known(self, *args)
+            first, *others = running.worker.running
+            if others:
+                seen.append((first._member.made, others[0].progress))
+
+        monkeypatch.setattr(Request, "prefill", prefill)
+        create = running.client.completions.create
+        base = {"model": "tiny", "temperature": 0, "stream": True}
+        with create(prompt="Hello", max_tokens=450, **base) as first:
+            next(iter(first))
+            assert list(create(prompt="a" * 400, max_tokens=2, **base))
+    made, progress = zip(*seen, strict=True)
+    assert made == tuple(range(made[0], made[0] + 25))
+    assert progress == pytest.approx([(part + 1) / 25 for part in range(25)])

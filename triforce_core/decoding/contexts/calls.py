@@ -91,10 +91,14 @@ class RankStats(ContextCall):
 
 @dataclass(frozen=True)
 class Prefill(ContextCall):
-    """Prefill, see `Context.prefill`. The first `kept` tokens are reused. After each layer, a
-    `GoOn` or a `Stop` follows.
+    """Prefill a part of a prompt, see `Context.prefill_part`. After each layer, a `GoOn` or a
+    `Stop` follows.
 
+    tokens: the prompt up to the end of the part
+    kept: number of tokens before the part
+    new_tokens: the most tokens that will follow, without those of later parts
     idle: whether the retrieval level does not draft for this text, as the first rank decides
+    before, after: see PromptPart
     """
 
     computes = True
@@ -102,6 +106,8 @@ class Prefill(ContextCall):
     kept: int
     new_tokens: int
     idle: bool
+    before: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True)

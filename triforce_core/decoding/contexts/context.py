@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from triforce_core.decoding.drafters.draft_levels import DraftLevels
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_offload.errors import RankError
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.recent.marks import PromptPart
 from triforce_offload.kv.sequence import PassCounters
 from triforce_offload.kv.sizes import SCORED_TOKENS
 from triforce_offload.link.link import LinkCounters
@@ -119,33 +121,62 @@ class Context:
         Raises DoesNotFitError or LinkError; the context is unusable then.
         """
         kept = self.shared(tokens) if reuse else 0
-        call = calls.Prefill(list(tokens), kept, new_tokens, self.levels.idle_for(len(tokens)))
+        part = range(kept, len(tokens))
+        return self.prefill_part(tokens, part, new_tokens, each_layer, reused=kept)
+
+    @torch.inference_mode()
+    def prefill_part(
+        self,
+        tokens: Sequence[int],
+        part: range,
+        new_tokens: int,
+        each_layer: Callable[[int], None],
+        *,
+        reused: int,
+    ) -> Prefilled | None:
+        """Prefill a part of a prompt, so that passes over other contexts can run between parts.
+        Return None if another part follows: no pass over this context may run before that.
+
+        part: indices of its tokens; earlier calls computed those between `reused` and these
+        reused: number of tokens that are reused
+        new_tokens, each_layer: see `prefill`; interrupted, it leaves the tokens before the part
+        Raises as `prefill` does.
+        """
+        idle, after = self.levels.idle_for(len(tokens)), len(tokens) - part.stop
+        call = calls.Prefill(
+            list(tokens[: part.stop]), part.start, new_tokens, idle, part.start - reused, after
+        )
         self.tell(call)
         return self.prefill_from(call, self.tell.after_each_layer(each_layer))
 
-    def prefill_from(self, call: calls.Prefill, each_layer: Callable[[int], None]) -> Prefilled:
-        """Prefill on this rank; `prefill` also tells the others."""
-        tokens, kept = call.tokens, call.kept
-        self.reset(kept, len(tokens), call.new_tokens)
+    def prefill_from(
+        self, call: calls.Prefill, each_layer: Callable[[int], None]
+    ) -> Prefilled | None:
+        """Prefill a part on this rank; `prefill_part` also tells the others."""
+        tokens, kept, part = call.tokens, call.kept, PromptPart(call.before, call.after)
+        self.reset(kept, len(tokens) + call.after, call.new_tokens)
         batch = ForwardBatch.text(torch.tensor(tokens[kept:]), kept, self.model.device)
         batch = batch.after(tokens, kept, self._tokens_before)
         try:
             # A few tokens run as an ordinary pass, which does not need the workspace that KV may
             # have reclaimed.
             short = kept and batch.rows <= self.sequence.kv.max_pass_tokens
-            last = self._pass(batch, each_layer) if short else self._prefill(batch, each_layer)
+            prefill = self._pass if short else partial(self._prefill, part)
+            last = prefill(batch, each_layer)
         except Interrupted:
             self.roll_back(kept)
             raise
-        self.sequence.leave_mark()
         self.text = Text(list(tokens))
+        if part.after:
+            return None
+        self.sequence.leave_mark()
         self.link_when_prefilled = self.models.runtime.link.counters()
         self.passes_when_prefilled = self.sequence.counters
         logits = self.model.logits(last)
         self.note(logits)
         self.levels.set_idle(call.idle)
         scored = batch.rows if short else min(batch.rows, SCORED_TOKENS)
-        return Prefilled(logits, kept, scored)
+        return Prefilled(logits, kept - part.before, scored)
 
     def reset(self, kept: int, tokens: int, new_tokens: int) -> None:
         """Roll back to the first `kept` tokens, and prepare for a text of `tokens` tokens and at
@@ -246,13 +277,15 @@ class Context:
         self.sequence.keep(range(batch.rows))
         return hidden[-1:]
 
-    def _prefill(self, batch: ForwardBatch, each_layer: Callable[[int], None]) -> torch.Tensor:
+    def _prefill(
+        self, part: PromptPart, batch: ForwardBatch, each_layer: Callable[[int], None]
+    ) -> torch.Tensor:
         """Prefill in chunks. Return a copy of the last row's hidden state, [1, hidden], because the
         memory of all rows is reclaimed next.
         """
         weights, start = self.models.runtime.passes.prefill_weights, self.length
         taps = self.levels.taps_of_prompt(start, batch.rows)
-        with self.sequence.prefill(batch.rows) as cache:
+        with self.sequence.prefill(batch.rows, part) as cache:
             hidden = self.model.forward(
                 batch, weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer, taps=taps
             )
