@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 from command import run
@@ -167,3 +168,19 @@ def test_a_slot_that_is_faster_than_the_card_is_named(capsys) -> None:
     for slot, reached in slots.items():
         _, _, err = run(capsys, "plan", *LLAMA, "--gpu", "rtx4090", "--link", slot)
         assert (f"a slot of {slot} gives it {reached}" in err) == (reached is not None)
+
+
+def test_a_head_is_suggested_where_nothing_drafts_well(capsys) -> None:
+    """Layers of a quantised 70B stream, and nothing but n-grams drafts for it."""
+    plan = ("plan", "llama3.1-70b:Q4_K_M", "--gpu", "rtx4090", "--context", "8192")
+    out = " ".join(run(capsys, *plan)[1].split())
+    suggested = re.search(r"with an EAGLE-3 head, .*?\(([.\d]+) s/token\)", out)
+    with_head = run(capsys, *plan, "--draft", "eagle3", "--json")[1]
+    assert float(suggested[1]) == pytest.approx(
+        json.loads(with_head)["seconds_per_token"], abs=1e-4
+    )
+    gemma = run(capsys, "plan", "gemma4-31b:Q4_K_M", *plan[2:])[1]
+    assert "with an assistant" in " ".join(gemma.split())
+    for nothing in (("--draft", "ngram"), ("--draft", "none"), ("--draft", "eagle3")):
+        assert "Faster: with" not in run(capsys, *plan, *nothing)[1]
+    assert "Faster: with" not in run(capsys, "plan", "qwen3.8-27b:Q4_K_M", *plan[2:])[1]

@@ -10,6 +10,7 @@ from triforce_core.cli.terminal.console import Printer, Row
 from triforce_core.model.known.shapes import read_model
 from triforce_core.plan.simulation.alternatives import (
     faster_by_copies,
+    faster_by_head,
     faster_on_one_gpu,
     faster_when_dense,
     faster_with_fewer_sequences,
@@ -18,6 +19,7 @@ from triforce_core.plan.simulation.alternatives import (
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.prediction import Prediction, links
+from triforce_core.settings import ASSISTANT
 from triforce_offload.units import format_bytes
 
 
@@ -73,6 +75,12 @@ def _faster(chosen: Candidate) -> Iterator[str]:
         yield (
             f"Faster: add --draft-weights int4 for {_speed(copies)}; its copies of all layers take "
             f"{nbytes} of the device."
+        )
+    if head := faster_by_head(chosen):
+        kind = "assistant" if head.case.draft == ASSISTANT else "EAGLE-3 head"
+        yield (
+            f"Faster: with an {kind}, if there is one for this model, {_speed(head)} at an "
+            f"acceptance of {head.case.curve.inner}, assumed; see it with --draft {head.case.draft}."
         )
     if dense := faster_when_dense(chosen):
         nbytes = format_bytes(dense.memory.requirements.weights_bytes)

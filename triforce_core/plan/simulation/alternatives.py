@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from triforce_core.model.checkpoints.drafters.found import typical_head
+from triforce_core.plan.simulation.acceptance_curve import drafter_acceptance
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose, choose_in_format, with_best_lengths
-from triforce_core.settings import AUTO, INT4
+from triforce_core.settings import ASSISTANT, AUTO, EAGLE3, INT4
 from triforce_offload.errors import TriforceError
 
 # What is advised takes this share of the seconds at most.
@@ -25,6 +27,27 @@ def faster_by_copies(plain: Candidate) -> Candidate | None:
     method = replace(case.method, draft_weights=INT4, copy_bits=AUTO)
     best = _in_format(replace(case, method=method))
     return best if best and best.plan.placement.copied_layers and _pays(best, plain) else None
+
+
+def faster_by_head(plain: Candidate) -> Candidate | None:
+    """Return the plan in which a head of the usual shape drafts, an assistant for Gemma 4 and an
+    EAGLE-3 head for others, if it is a tenth faster at least.
+
+    Such heads are in files of their own, and a run does not look for them.
+    """
+    case = plain.case
+    if case.draft != AUTO or case.draft_config is not None or case.hardware.emulated:
+        return None
+    for kind in (ASSISTANT, EAGLE3):
+        try:
+            head = typical_head(kind, case.config).config
+        except TriforceError:
+            continue
+        curve = replace(case.curve, inner=drafter_acceptance(head))
+        with_head = replace(case, draft=kind, draft_config=head, curve=curve)
+        if best := _chosen(with_head):
+            return best if _pays(best, plain) else None
+    return None
 
 
 def faster_when_dense(plain: Candidate) -> Candidate | None:
