@@ -6,6 +6,7 @@ import torch
 
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.penalties import changed
+from triforce_core.decoding.trees.prefixes import Prefixes
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.dispatch import TRITON, backend
@@ -22,21 +23,35 @@ def limited(logits: torch.Tensor) -> torch.Tensor:
     return logits.nan_to_num_(0.0, MOST_LOGIT, -MOST_LOGIT)
 
 
+def conditioned(
+    logits: torch.Tensor, params: SamplingParams, text: Text, after: Prefixes | None = None
+) -> torch.Tensor:
+    """Return logits [rows, vocab] after what depends on the text, see `penalties.changed`.
+
+    after: the tokens behind the text that each row follows; None for none
+    """
+    if not params.changes_logits:
+        return logits
+    if after is None:
+        after = Prefixes(logits.new_empty(0, dtype=torch.int64), [()] * len(logits))
+    return changed(logits, params, text, after)
+
+
 def distributions(
     logits: torch.Tensor,
     params: SamplingParams,
     text: Text | None = None,
-    drawn: torch.Tensor | None = None,
+    after: Prefixes | None = None,
 ) -> torch.Tensor:
     """Return the probabilities of the next token, float32, for each row of logits [rows, vocab].
 
-    Applies `penalties.changed`, then `sampling.distribution`, then min_p. The PyTorch reference
+    Applies `conditioned`, then `sampling.distribution`, then min_p. The PyTorch reference
     processes a few rows at a time to keep its temporaries small; the kernel has no temporaries.
 
-    text, drawn: the tokens that each row follows; see `penalties.changed`
+    text, after: see `conditioned`; without a text, logits are taken as they are
     """
-    if params.changes_logits and text is not None:
-        logits = changed(logits, params, text, drawn)
+    if text is not None:
+        logits = conditioned(logits, params, text, after)
     if backend(logits.device) == TRITON:
         return _least(
             sampling.distribution(logits, params.temperature, params.top_k, params.top_p), params

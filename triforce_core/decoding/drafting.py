@@ -72,15 +72,13 @@ class Drafting:
                 self._tree_costs,
                 sampled=params.temperature > 0,
             )
-        # Penalties and grammars require that each row follows the one before, which excludes trees.
-        branches = not params.changes_logits
         return Speculative(
             context,
             params,
             rule,
             proposer,
             length,
-            growth if branches else None,
+            growth,
             frozenset(stops),
             tallies.target,
         )

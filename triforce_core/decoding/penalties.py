@@ -7,9 +7,12 @@ the same distribution as its verifier.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from triforce_core.decoding.contexts.text import Seen, Text
+from triforce_core.decoding.trees.prefixes import Prefixes
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_offload.link.waiting import come
@@ -17,42 +20,44 @@ from triforce_offload.memory.device import put
 
 
 def changed(
-    logits: torch.Tensor, params: SamplingParams, text: Text, drawn: torch.Tensor | None
+    logits: torch.Tensor, params: SamplingParams, text: Text, after: Prefixes
 ) -> torch.Tensor:
     """Return float32 logits [rows, vocab] after penalties, biases and the grammar mask.
 
-    drawn: tokens [n] that follow the text, n >= rows - 1; the last row follows all of them, the
-        row before it all but the last, and so on
+    after: the tokens behind the text that each row follows
     """
-    rows, vocab = logits.shape
+    vocab, device = logits.shape[1], logits.device
     if text.seen is None:
-        text.seen = Seen(vocab, logits.device)
+        text.seen = Seen(vocab, device)
     text.seen.take(text)
-    proposed = put(text.tokens[text.committed :], logits.device)
-    if drawn is not None:
-        proposed = torch.cat((proposed, drawn))
-    if len(proposed) < rows - 1:
-        raise RuntimeError(f"{rows} rows follow {len(proposed)} tokens that are not committed")
-    common = len(proposed) - (rows - 1)
-    before = torch.zeros(vocab, device=logits.device)
-    before.index_add_(0, proposed[:common], torch.ones(common, device=logits.device))
+    proposed = text.tokens[text.committed :]
+    before = torch.zeros(vocab, device=device)
+    before.index_add_(0, put(proposed, device), torch.ones(len(proposed), device=device))
     parts = []
-    for first in range(0, rows, DISTRIBUTION_ROWS):
+    for first in range(0, len(logits), DISTRIBUTION_ROWS):
         part = logits[first : first + DISTRIBUTION_ROWS].float()
-        # The token by which the prefix of each row is longer than that of the row before.
-        own = torch.zeros_like(part)
-        after = slice(common + max(0, first - 1), common + first + len(part) - 1)
-        shift = 0 if first else 1
-        own[shift:].scatter_(1, proposed[after].unsqueeze(1), 1.0)
-        said = own.cumsum_(0).add_(before)
-        before = said[-1].clone()
+        said = _counted(after.tokens, after.paths[first : first + DISTRIBUTION_ROWS], before)
         parts.append(_changed(part, params, text.seen, said))
     logits = torch.cat(parts)
     if text.guide is not None:
         text.guide.take(text.tokens[text.prompt : text.committed])
-        masks = text.guide.masks(come(proposed).tolist(), rows)
-        logits = logits.masked_fill(~masks.to(logits.device), float("-inf"))
+        masks = text.guide.masks(proposed, come(after.tokens).tolist(), after.paths)
+        logits = logits.masked_fill(~masks.to(device), float("-inf"))
     return logits
+
+
+def _counted(
+    tokens: torch.Tensor, paths: Sequence[Sequence[int]], before: torch.Tensor
+) -> torch.Tensor:
+    """Return how often each token is on each path, or before all of them: [paths, vocab].
+
+    paths: indices of tokens [n]. before: counts [vocab]
+    """
+    device, ones = before.device, sum(map(len, paths))
+    rows = put([row for row, path in enumerate(paths) for _ in path], device)
+    on_path = tokens[put([place for path in paths for place in path], device)]
+    counts = before.repeat(len(paths), 1)
+    return counts.index_put_((rows, on_path), torch.ones(ones, device=device), accumulate=True)
 
 
 def _changed(

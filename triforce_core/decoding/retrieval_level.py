@@ -6,18 +6,20 @@ or of trees.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.distributions import distributions, limited
+from triforce_core.decoding.distributions import conditioned, distributions, limited
 from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.levels import Nothing, Proposer, Tally, Verifier, speculate
 from triforce_core.decoding.trees.growth import Growth
-from triforce_core.decoding.trees.retrieval_tree import WIDEST, Evaluated, RetrievalTree, TreeCosts
+from triforce_core.decoding.trees.prefixes import Prefixes
+from triforce_core.decoding.trees.retrieval_tree import WIDEST, RetrievalTree, TreeCosts
+from triforce_core.decoding.trees.tree_verifier import Evaluated
 from triforce_core.params import SamplingParams
 from triforce_offload.memory.device import put
 
@@ -38,13 +40,21 @@ class RetrievalVerifier:
     def probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.probs."""
         logits = limited(self._context.levels.draft(tokens))
-        return distributions(logits, self._params, self._context.text, tokens[1:])
+        after = Prefixes.of_chain(tokens[1:], len(tokens))
+        return distributions(logits, self._params, self._context.text, after)
 
     def evaluate(
-        self, tokens: torch.Tensor, parents: Sequence[int], rule: Rule, positions: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        parents: Sequence[int],
+        rule: Rule,
+        positions: torch.Tensor,
+        after: Callable[[], Prefixes],
     ) -> Evaluated:
-        """TreeVerifier.evaluate. Distributions depend on the logits alone."""
+        """TreeVerifier.evaluate."""
         logits = limited(self._context.levels.draft(tokens, tuple(parents)))
+        if self._params.changes_logits:
+            logits = conditioned(logits, self._params, self._context.text, after())
         likely = rule.likeliest(logits, self._params, positions, WIDEST)
         return Evaluated(distributions(logits, self._params), *likely)
 
@@ -91,7 +101,7 @@ class RetrievalLevel:
         self._sampled = sampled
 
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
-        """Brancher.branch. Penalties and grammars are not taken into account."""
+        """Brancher.branch."""
         tree = RetrievalTree(
             text,
             self._verifier,

@@ -23,6 +23,7 @@ from triforce_core.decoding.levels import (
     verify_draft,
 )
 from triforce_core.decoding.trees.growth import Growth
+from triforce_core.decoding.trees.prefixes import Prefixes
 from triforce_core.params import SamplingParams
 from triforce_offload.errors import CheckpointError
 from triforce_offload.link.waiting import come
@@ -96,8 +97,12 @@ class Speculative:
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
         """Decoder.take."""
         context, made = self._context, self._proposed
-        # Trees are drafted only if the distribution depends on the logits alone.
-        own = distributions(logits, self._params, context.text, made.fed[1:])
+        tokens, branches = made.fed[1:], made.draft.branches
+        if branches is None:
+            after = Prefixes.of_chain(tokens, len(logits))
+        else:
+            after = Prefixes.of_tree(tokens, branches.parents)
+        own = distributions(logits, self._params, context.text, after)
         try:
             outcome = verify_draft(made, own, self._rule, context.text, context.keep, seconds)
         except CheckpointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -49,23 +50,35 @@ class Guide:
             self._step(self._matcher, token)
         self._taken = len(generated)
 
-    def masks(self, proposed: list[int], rows: int) -> torch.Tensor:
-        """Return which tokens may follow, [rows, vocab] bool on the host.
+    def masks(
+        self, proposed: list[int], tokens: list[int], paths: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Return which tokens may follow, [paths, vocab] bool on the host.
 
-        proposed: tokens after the committed ones. The last row follows all of them, the row before
-            it all but the last, and so on. After a forbidden token, every token is allowed.
+        proposed: tokens after the committed ones, which all rows follow
+        tokens, paths: the tokens that each row follows after these, see `Prefixes`. After a
+            forbidden token, every token is allowed.
 
         Raises GrammarLimitError.
         """
-        matcher = self._matcher.deep_copy()
-        common, sound = len(proposed) - (rows - 1), True
-        for token in proposed[:common]:
-            sound = sound and self._step(matcher, token)
-        masks = [self._mask(matcher) if sound else self._all()]
-        for token in proposed[common:]:
-            sound = sound and self._step(matcher, token)
-            masks.append(self._mask(matcher) if sound else self._all())
+        # The matcher after each path, None after a forbidden token. A copy takes a microsecond.
+        after: dict[tuple[int, ...], object] = {(): self._after(self._matcher, proposed)}
+        masks = []
+        for path in map(tuple, paths):
+            known = next(end for end in range(len(path), -1, -1) if path[:end] in after)
+            for end in range(known, len(path)):
+                step = [tokens[path[end]]]
+                after[path[: end + 1]] = self._after(after[path[:end]], step)
+            matcher = after[path]
+            masks.append(self._all() if matcher is None else self._mask(matcher))
         return torch.stack(masks)
+
+    def _after(self, matcher: object, tokens: list[int]) -> object:
+        """Return a copy of a matcher after some tokens, None if one of them is forbidden."""
+        if matcher is None:
+            return None
+        matcher = matcher.deep_copy()
+        return matcher if all(self._step(matcher, token) for token in tokens) else None
 
     def ended_by(self, tokens: list[int]) -> int | None:
         """Return the number of tokens up to the one that ends the grammar, or None.

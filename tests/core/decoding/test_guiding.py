@@ -37,6 +37,9 @@ WAYS = {
     "retrieval, head": {"budget": 32, "draft_tokens": 5, "inner_draft_tokens": 2},
     # Likewise one that knows five candidates for each place.
     "blocks": {"method": "speculative", "draft_tokens": 4},
+    "tree, retrieval": {"draft": "none", "budget": 32, "tree": 20},
+    "tree, head": {"method": "speculative", "tree": 12},
+    "tree, blocks": {"method": "speculative", "tree": 12},
 }
 
 
@@ -55,7 +58,8 @@ def engine(path: Path, way: str) -> Engine:
     base = {"device": "cpu", "accept": "coupled", "max_context": 200, "block_tokens": BLOCK}
     drafters = {"both": path, "head": path / "head", "blocks": path / "blocks"}
     drafters["retrieval, head"] = path / "head"
-    drafter = {"draft": drafters[way]} if way in drafters else {}
+    name = way.removeprefix("tree, ")
+    drafter = {"draft": drafters[name]} if name in drafters else {}
     return Engine.from_pretrained(path, **placed("kv", base | WAYS[way] | drafter))
 
 
@@ -66,6 +70,7 @@ def test_texts_keep_to_the_grammar_and_are_the_same_whatever_drafts(speaking, te
         with engine(speaking, way) as running:
             params = SamplingParams(60, temperature=temperature, seed=3, grammar=DIGITS)
             result = running.generate(PROMPT, params)
+            assert (result.stats["draft_tokens"]["trees"] > 0) == ("tree" in way)
             free = running.generate(PROMPT, SamplingParams(20, temperature=0))
         assert result.finish_reason == "stop", result.text
         assert result.text[:3].isdigit()
@@ -90,6 +95,10 @@ def test_json_of_a_schema(speaking, seed: int) -> None:
     assert set(json.loads(result.text)) == {"n", "ok"}
 
 
+def masks_of_chain(guide: Guide, tokens: list[int]) -> torch.Tensor:
+    return guide.masks([], tokens, [range(row) for row in range(len(tokens) + 1)])
+
+
 def test_each_row_has_a_prefix_of_its_own(speaking) -> None:
     with OpenModel.at(speaking) as model:
         tokenizer, config = model.tokenizer, model.checkpoint.config
@@ -103,14 +112,20 @@ def test_each_row_has_a_prefix_of_its_own(speaking) -> None:
     proposed = tokenizer.encode("3-ab")
     guide = made()
     guide.take(ids)
-    masks = guide.masks(proposed, 5)
+    masks = masks_of_chain(guide, proposed)
     for row in range(5):
         alone = made()
         alone.take([*ids, *proposed[:row]])
-        assert torch.equal(masks[row], alone.masks([], 1)[0])
+        assert torch.equal(masks[row], alone.masks([], [], [()])[0])
+    # The same behind tokens that all rows follow, and on the branches of a tree.
+    assert torch.equal(guide.masks(proposed[:2], proposed[2:], [[], [0], [0, 1]]), masks[2:])
+    paths = [[], [0], [0, 1], [2], [2, 1], [0, 1, 3]]
+    branches = guide.masks([], tokenizer.encode("3-xa"), paths)
+    assert torch.equal(branches[[0, 1, 2, 5]], masks[[0, 1, 2, 3]])
+    assert branches[3:5].all()
     # Proposals leave the guide as it was, and behind what may not be anything may.
-    assert torch.equal(guide.masks([], 1)[0], masks[0])
-    wrong = guide.masks(tokenizer.encode("x1"), 3)
+    assert torch.equal(guide.masks([], [], [()])[0], masks[0])
+    wrong = masks_of_chain(guide, tokenizer.encode("x1"))
     assert torch.equal(wrong[0], masks[0])
     assert wrong[1:].all()
     assert guide.ended_by(tokenizer.encode("3-abcc!")) == 7
@@ -148,11 +163,11 @@ def test_limits_that_are_met_in_the_middle_of_a_text_are_an_error(speaking) -> N
     def take_all(guide: Guide) -> None:
         for count in range(len(text)):
             guide.take(text[:count])
-            guide.masks([], 1)
+            guide.masks([], [], [()])
 
-    for meet in (take_all, lambda guide: guide.masks(text, len(text) + 1)):
+    for meet in (take_all, lambda guide: masks_of_chain(guide, text)):
         guide = made()
-        assert not guide.masks([], 1).all(), "it begins within them"
+        assert not guide.masks([], [], [()]).all(), "it begins within them"
         with pytest.raises(GrammarLimitError, match="grammar or JSON schema exceeds the limits"):
             meet(guide)
 

@@ -18,6 +18,7 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.penalties import changed
+from triforce_core.decoding.trees.prefixes import Prefixes
 from triforce_offload.errors import UsageError
 
 VOCAB = 23
@@ -26,6 +27,11 @@ BIASES = ((3, 2.5), (7, -4.0))
 
 def logits(rows: int, seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def nothing(rows: int = 1) -> Prefixes:
+    """Rows that follow the text."""
+    return Prefixes(torch.empty(0, dtype=torch.int64), [()] * rows)
 
 
 def text(prompt: int = 9, generated: int = 0, seed: int = 1) -> Text:
@@ -60,7 +66,7 @@ def test_presence_and_frequency_are_openais() -> None:
     said = text(4)
     said.commit([5, 5, 5, 8])
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
-    found = changed(torch.zeros(1, VOCAB), params, said, None)
+    found = changed(torch.zeros(1, VOCAB), params, said, nothing())
     expected = torch.zeros(1, VOCAB)
     expected[0, 5], expected[0, 8] = -0.5 - 3 * 0.25, -0.5 - 0.25
     assert torch.equal(found, expected), "of what was generated alone"
@@ -77,12 +83,38 @@ def test_each_row_has_a_prefix_of_its_own(rows: int, proposed: int) -> None:
     whole.tokens += random_ids(proposed, 5, VOCAB) if proposed else []
     drawn = random_ids(rows - 1, 6, VOCAB) if rows > 1 else []
     before = list(whole.tokens)
-    found = changed(given, params, whole, torch.tensor(drawn, dtype=torch.int64))
+    found = changed(
+        given, params, whole, Prefixes.of_chain(torch.tensor(drawn, dtype=torch.int64), rows)
+    )
     assert whole.tokens == before
     for row in range(rows):
         alone = Text(whole.tokens[:6])
         alone.commit([*whole.tokens[6:], *drawn[:row]])
-        assert torch.allclose(found[row], changed(given[row : row + 1], params, alone, None)[0])
+        assert torch.allclose(
+            found[row], changed(given[row : row + 1], params, alone, nothing())[0]
+        )
+
+
+def test_each_row_of_a_tree_follows_its_own_path() -> None:
+    params = SamplingParams(repeat_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2)
+    parents, whole, given = [0, 0, 1, 3, 2, 3], text(6, 5), logits(7)
+    drawn = torch.tensor(random_ids(len(parents), 6, VOCAB))
+    found = changed(given, params, whole, Prefixes.of_tree(drawn, parents))
+    for row in range(7):
+        path, at = [], row
+        while at:
+            path.insert(0, int(drawn[at - 1]))
+            at = parents[at - 1]
+        alone = Text(whole.tokens[:6])
+        alone.commit([*whole.tokens[6:], *path])
+        assert torch.allclose(
+            found[row], changed(given[row : row + 1], params, alone, nothing())[0]
+        )
+
+
+def test_a_chain_needs_as_many_tokens_as_its_rows_follow() -> None:
+    with pytest.raises(ValueError, match="4 rows cannot follow 2 tokens"):
+        Prefixes.of_chain(torch.tensor([1, 2]), 4)
 
 
 def test_counts_follow_a_text_that_grows() -> None:
@@ -93,7 +125,8 @@ def test_counts_follow_a_text_that_grows() -> None:
         fresh = Text(growing.tokens[:5])
         fresh.commit(growing.tokens[5:])
         row = logits(1, step)
-        assert torch.equal(changed(row, params, growing, None), changed(row, params, fresh, None))
+        of_both = [changed(row, params, each, nothing()) for each in (growing, fresh)]
+        assert torch.equal(*of_both)
 
 
 PARAMS = {
@@ -118,10 +151,16 @@ def test_texts_are_the_same_whatever_drafts_them(tiny, which: str, temperature: 
         "model": {"method": "speculative", "draft": path, **drafts},
         "retrieval": {"draft": "none", "budget": 32, **drafts},
         "both": {"draft": path, "budget": 32, **drafts},
+        "tree": {"method": "speculative", "draft": path, "tree": 12},
+        "tree of n-grams": {"method": "speculative", "draft": "ngram", "tree": 12},
+        "tree of the level": {"draft": "none", "budget": 32, "tree": 20},
+        "tree of both": {"draft": path, "budget": 32, "tree": 20},
     }.items():
         with Engine.from_pretrained(path, **placed("kv", base | options)) as engine:
             result = engine.generate(prompt, params)
         texts[name] = result.token_ids
+        # N-grams may find nothing.
+        assert "n-grams" in name or (result.stats["draft_tokens"]["trees"] > 0) == ("tree" in name)
         if name == "model":
             # The same model, the same law.
             assert result.stats["acceptance"]["target"] > 0.99

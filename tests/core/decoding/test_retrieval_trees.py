@@ -27,7 +27,9 @@ from triforce_core.decoding.levels import Round, Tally, propose_draft, verify_dr
 from triforce_core.decoding.retrieval_level import RetrievalLevel
 from triforce_core.decoding.trees import tree
 from triforce_core.decoding.trees.growth import Growth, of_retrieval_level
-from triforce_core.decoding.trees.retrieval_tree import WIDEST, Evaluated, RetrievalTree, TreeCosts
+from triforce_core.decoding.trees.prefixes import Prefixes
+from triforce_core.decoding.trees.retrieval_tree import WIDEST, RetrievalTree, TreeCosts
+from triforce_core.decoding.trees.tree_verifier import Evaluated
 from triforce_core.settings import AUTO_TREE_TOKENS
 
 VOCAB, TOKENS, NODES = 8, 6_000, 12
@@ -57,8 +59,17 @@ class Verifier:
         self.forwards: list[int] = []
 
     def evaluate(
-        self, tokens: torch.Tensor, parents: Sequence[int], rule: Rule, positions: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        parents: Sequence[int],
+        rule: Rule,
+        positions: torch.Tensor,
+        after: Callable[[], Prefixes],
     ) -> Evaluated:
+        # Each row follows its path: its own token is the last.
+        prefixes = after()
+        ends = [prefixes.tokens[path[-1]] for path in prefixes.paths if path]
+        assert ends == tokens[len(tokens) - len(ends) :].tolist()
         self.rows.follow(len(tokens), parents, 0)
         self._last = tokens.tolist()
         self.forwards.append(len(tokens))
@@ -336,10 +347,3 @@ def test_auto_drafts_trees_where_they_were_measured_to_gain(tiny, accept: str) -
         needs = ours.runtime.plan.requirements
         trees = ours.generate(random_ids(60, 1), greedy(16)).stats["draft_tokens"]["trees"]
     assert (trees > 0) == (needs.max_draft_tokens == AUTO_TREE_TOKENS) == (accept == "coupled")
-
-
-def test_a_tree_is_dropped_where_penalties_need_a_chain(tiny) -> None:
-    path, _ = tiny("llama")
-    with engine(path, draft="none", budget=16, tree=20) as ours:
-        params = SamplingParams(16, temperature=0, repeat_penalty=1.3)
-        assert ours.generate(random_ids(60, 1), params).stats["draft_tokens"]["trees"] == 0

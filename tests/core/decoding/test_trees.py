@@ -198,11 +198,11 @@ def test_a_length_limit_and_a_depth_that_was_asked_for_hold(models) -> None:
             assert len(result.stats["acceptance"]["accepted_lengths"]) <= 4
 
 
-def test_laws_of_a_text_are_drafted_as_chains(models) -> None:
+def test_trees_follow_penalties(models) -> None:
     params = SamplingParams(20, temperature=0, repeat_penalty=1.3)
     with engine(models) as each:
         result = each.generate(PROMPT, params)
-        assert result.stats["draft_tokens"]["trees"] == 0
+        assert result.stats["draft_tokens"]["trees"] > 0
     with engine(models, method="autoregressive", tree="auto") as plain:
         assert plain.generate(PROMPT, params).token_ids == result.token_ids
 

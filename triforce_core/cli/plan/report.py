@@ -80,7 +80,8 @@ def _faster(chosen: Candidate) -> Iterator[str]:
         kind = "assistant" if head.case.draft == ASSISTANT else "EAGLE-3 head"
         yield (
             f"Faster: with an {kind}, if there is one for this model, {_speed(head)} at an "
-            f"acceptance of {head.case.curve.inner}, assumed; see it with --draft {head.case.draft}."
+            f"acceptance of {head.case.curve.inner}, assumed; see it with --draft "
+            f"{head.case.draft}."
         )
     if dense := faster_when_dense(chosen):
         nbytes = format_bytes(dense.memory.requirements.weights_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +16,9 @@ class MayFollow(Protocol):
 
     def take(self, generated: list[int]) -> None: ...
 
-    def masks(self, proposed: list[int], rows: int) -> torch.Tensor: ...
+    def masks(
+        self, proposed: list[int], tokens: list[int], paths: Sequence[Sequence[int]]
+    ) -> torch.Tensor: ...
 
 
 @dataclass

@@ -10,10 +10,11 @@ import torch
 
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.distributions import distributions
+from triforce_core.decoding.distributions import conditioned, distributions
 from triforce_core.decoding.levels import check_token
 from triforce_core.decoding.trees.growing import Candidate, Tree, younger
 from triforce_core.decoding.trees.growth import Growth
+from triforce_core.decoding.trees.prefixes import Prefixes
 from triforce_core.params import SamplingParams
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import put
@@ -74,7 +75,7 @@ class ModelProposer:
         batch = drafter.catch_up(text, count) if count else None
         for i in range(count if batch is not None else 0):
             # A distribution that contains NaN gives -1, which the verifier detects.
-            before = torch.cat(tokens).clamp_(min=0) if tokens else None
+            before = Prefixes.of_chain(torch.cat(tokens).clamp_(min=0), 1) if tokens else None
             drawn_from.append(distributions(drafter.forward(batch), self._params, text, before))
             tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
             batch = tokens[-1].clamp(min=0)
@@ -94,6 +95,8 @@ class ModelProposer:
         logits, rows = drafter.forward(batch), [0]
         for depth in range(deepest):
             below = len(tree)
+            after = Prefixes(put(tree.tokens, drafter.device), [tree.path(row) for row in rows])
+            logits = conditioned(logits, self._params, text, after)
             self._grow(tree, rows, logits, growth, nodes, len(text.tokens) + depth, drawn_from)
             rows = [
                 row for row in range(below + 1, len(tree) + 1) if growth.may_bear(tree.values[row])

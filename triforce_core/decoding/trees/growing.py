@@ -44,6 +44,14 @@ class Tree:
         self._confidence.append(sure)
         return len(self.tokens)
 
+    def path(self, row: int) -> list[int]:
+        """Return the indices of the tokens from the text's end to a row, its own last."""
+        path = []
+        while row:
+            path.append(row - 1)
+            row = self.parents[row - 1]
+        return path[::-1]
+
     def ordered(self) -> tuple[Tree, dict[int, int]]:
         """Return the tree with every first child directly after its parent, and the place of each
         of its rows.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from math import log
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +17,8 @@ from triforce_core.decoding.draft_length import DraftLength, Line
 from triforce_core.decoding.levels import Proposer, Round, Tally
 from triforce_core.decoding.trees.growing import Candidate, Tree, younger
 from triforce_core.decoding.trees.growth import Growth
+from triforce_core.decoding.trees.prefixes import Prefixes
+from triforce_core.decoding.trees.tree_verifier import Evaluated, TreeVerifier
 from triforce_kernels import warmup
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import put
@@ -33,38 +35,6 @@ _BRANCHES = 1.5
 _BISECTIONS = 12
 # Probability that a path goes on, before a row was run.
 _GOES_ON = 0.9
-
-
-class Evaluated(NamedTuple):
-    """The retrieval level's results for some rows.
-
-    probs: distributions of the token after each row, [rows, vocab] float32
-    likely: the likeliest tokens after each row, [rows, at most WIDEST] int64, see `Rule.likeliest`
-    chances: their chances, likewise, float32
-    """
-
-    probs: torch.Tensor
-    likely: torch.Tensor
-    chances: torch.Tensor
-
-
-class TreeVerifier(Protocol):
-    """The retrieval level over a tree of drafted rows."""
-
-    device: torch.device
-
-    def evaluate(
-        self, tokens: torch.Tensor, parents: Sequence[int], rule: Rule, positions: torch.Tensor
-    ) -> Evaluated:
-        """Run tokens [n].
-
-        parents: see `DraftLevels.draft`
-        rule: how the tokens after the rows are drawn
-        positions: [n] int64 of these tokens
-        """
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep rows of the last call, in this order, with the rows that they follow."""
 
 
 class TreeCosts:
@@ -278,7 +248,7 @@ class RetrievalTree:
         most = max(0, min(room, deepest - self._tree.depths[tips[0]] - 1))
         nothing = Draft(put([], self._verifier.device))
         try:
-            text.tokens += self._path(tips[0])
+            text.tokens += [self._tree.tokens[place] for place in self._tree.path(tips[0])]
             first = self._proposer.propose(text, self._length.choose(most))
         finally:
             del text.tokens[start:]
@@ -287,15 +257,26 @@ class RetrievalTree:
     def _run(self, tips: Sequence[int], proposed: Sequence[Draft]) -> tuple[Evaluated, list[_Run]]:
         """Run rows, each with the tokens proposed after it. Waits for the device once."""
         device, held = self._verifier.device, len(self._drafted)
-        fed, parents, places, starts = [], [], [], []
+        fed, parents, places, starts, paths = [], [], [], [], []
         for tip, draft in zip(tips, proposed, strict=True):
-            starts.append(len(parents))
-            here, steps = held + len(parents), len(draft.tokens)
+            start, steps = len(parents), len(draft.tokens)
+            starts.append(start)
+            # Indices among the tree's tokens and then this forward's, of which the tip is one too.
+            later = range(len(self._tree) + start + 1, len(self._tree) + start + 1 + steps)
+            paths += [[*self._tree.path(tip), *later[:step]] for step in range(steps + 1)]
+            here = held + start
             before = self._drafted[self._tree.parents[tip - 1]] if tip else -1
             parents += [before, *range(here, here + steps)]
             places += range(self._place_after(tip), self._place_after(tip) + steps + 1)
             fed += [put([self._token(tip)], device), draft.tokens.clamp(min=0)]
-        found = self._verifier.evaluate(torch.cat(fed), parents, self._rule, put(places, device))
+        rows = torch.cat(fed)
+        found = self._verifier.evaluate(
+            rows,
+            parents,
+            self._rule,
+            put(places, device),
+            lambda: Prefixes(torch.cat((put(self._tree.tokens, device), rows)), paths),
+        )
         ends = [*starts[1:], len(parents)]
         verdicts = [
             self._rule.accept(draft, found.probs[start:end], self._place_after(tip))
@@ -383,14 +364,6 @@ class RetrievalTree:
 
     def _token(self, row: int) -> int:
         return self._tree.tokens[row - 1] if row else self._text.tokens[-1]
-
-    def _path(self, row: int) -> list[int]:
-        """Return the tokens from the text's end to a row."""
-        path = []
-        while row:
-            path.append(self._tree.tokens[row - 1])
-            row = self._tree.parents[row - 1]
-        return path[::-1]
 
 
 def _rows(numbers: Iterator[float], rows: int, width: int) -> list[list[float]]:
