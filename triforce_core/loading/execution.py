@@ -109,6 +109,7 @@ class Execution:
             self.resources.pop_all(),
             weights=resolved.weights,
             same_bits=sizes.same_bits,
+            leaves_head_out=resolved.leaves_head_out,
             records_passes=self._records_passes(target, recorder),
         )
         with ExitStack() as undo:

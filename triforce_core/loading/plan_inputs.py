@@ -93,7 +93,7 @@ def plan_with_drafter(
         # Its memory may be worth more than its drafts.
         without = inputs.plan(None)
         if (without.seconds_per_token or inf) < chosen.seconds_per_token:
-            return without, None
+            return replace(without, leaves_head_out=True), None
     return chosen, drafter
 
 

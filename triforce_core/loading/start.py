@@ -17,6 +17,7 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.parallel.start import start_ranks
 from triforce_core.plan.plan import Plan
+from triforce_core.plan.reasons import HEAD_LEFT_OUT, no_retrieval
 from triforce_core.saved import digest
 from triforce_core.settings import DENSE, SPLIT, EngineConfig
 from triforce_offload.errors import UsageError
@@ -63,7 +64,9 @@ class Loaded:
         models, plan = self.models, self.models.runtime.plan
         line = self.plan.line(len(plan.layers), plan.kv.blocks)
         if models.method.method == "triforce" and not models.budget:
-            line += f"; no retrieval level, since {models.why_no_retrieval}"
+            line += f"; {no_retrieval(models.method, plan, fits=False)}"
+        if models.leaves_head_out:
+            line += f"; {HEAD_LEFT_OUT}"
         sequences = plan.requirements.sequences
         return line + (f"; {sequences} sequences at once" if sequences > 1 else "")
 

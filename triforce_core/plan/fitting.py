@@ -44,12 +44,14 @@ class Resolved:
     memory: where everything goes
     budget: number of tokens of the retrieval cache, 0 for none
     seconds_per_token: as simulated, if the plan was chosen by time
+    leaves_head_out: whether the model's MTP head could draft, and the plan is faster without it
     """
 
     sizes: ModelSizes
     memory: MemoryPlan
     budget: int
     seconds_per_token: float | None = None
+    leaves_head_out: bool = False
 
     @property
     def weights(self) -> str:

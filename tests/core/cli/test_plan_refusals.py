@@ -184,3 +184,22 @@ def test_a_head_is_suggested_where_nothing_drafts_well(capsys) -> None:
     for nothing in (("--draft", "ngram"), ("--draft", "none"), ("--draft", "eagle3")):
         assert "Faster: with" not in run(capsys, *plan, *nothing)[1]
     assert "Faster: with" not in run(capsys, "plan", "qwen3.8-27b:Q4_K_M", *plan[2:])[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("qwen3-8b:Q4_K_M",), "no retrieval level, since nothing streams"),
+        (("llama3.1-70b:Q4_K_M",), "no retrieval level, since weights stream and copies of them"),
+        (("llama3.1-8b", "--method", "speculative"), None),
+        (("llama3.1-8b", "--method", "autoregressive"), None),
+        (("llama2-7b-128k", "--context", "131072"), None),
+        (("qwen3.5-35b-a3b", "--context", "32768"), "its MTP head does not draft, since"),
+        (("qwen3.8-27b:Q4_K_M", "--draft", "ngram"), "no retrieval level, since nothing streams"),
+    ],
+)
+def test_a_plan_says_why_a_level_is_not_there(capsys, arguments, why: str | None) -> None:
+    out = run(capsys, "plan", "--context", "8192", *arguments, "--gpu", "rtx4090")[1]
+    plan = " ".join(out[out.index("Plan:") : out.index("Run it:")].split())
+    assert plan.count("since") == (why is not None)
+    assert why is None or why in plan

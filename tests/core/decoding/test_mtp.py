@@ -28,6 +28,7 @@ from triforce_core.decoding.drafters.head import HeadDrafter
 from triforce_core.loading import execution
 from triforce_core.loading.plan_inputs import plan_with_drafter
 from triforce_core.model.checkpoints.mtp import MtpHead
+from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError, UsageError
@@ -317,8 +318,8 @@ def test_a_head_for_which_memory_runs_out_as_it_is_loaded_is_left_out(headed, mo
     ],
 )
 def test_auto_leaves_a_head_out_whose_plan_is_slower(draft, with_head, without, kept) -> None:
-    def plan(drafter: MtpHead | None) -> SimpleNamespace:
-        return SimpleNamespace(seconds_per_token=without if drafter is None else with_head)
+    def plan(drafter: MtpHead | None) -> Resolved:
+        return Resolved(None, None, 0, without if drafter is None else with_head)
 
     head = object.__new__(MtpHead)
     config = EngineConfig(method=MethodSettings(draft=draft))
@@ -326,6 +327,7 @@ def test_auto_leaves_a_head_out_whose_plan_is_slower(draft, with_head, without, 
     chosen, drafter = plan_with_drafter(inputs, head)
     assert (drafter is head) == kept
     assert chosen.seconds_per_token == (with_head if kept else without)
+    assert chosen.leaves_head_out != kept
 
 
 def test_a_saved_context_goes_on_without_the_states_that_the_head_needs(headed, tmp_path) -> None:

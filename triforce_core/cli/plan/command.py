@@ -100,7 +100,9 @@ def plan(args: argparse.Namespace) -> int:
         print(json.dumps(whole, indent=2))
     else:
         command = run_command(chosen, args)
-        print_plan(chosen.case, args.model, prediction, chosen, compared, command)
+        left_out = "draft" in case.auto and chosen.case.draft != MTP
+        shown = chosen.case, args.model, prediction, chosen, compared, command
+        print_plan(*shown, leaves_head_out=left_out)
     return 0
 
 

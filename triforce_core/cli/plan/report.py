@@ -8,6 +8,7 @@ from typing import Any
 from triforce_core.cli.plan.run_command import on_lines
 from triforce_core.cli.terminal.console import Printer, Row
 from triforce_core.model.known.shapes import read_model
+from triforce_core.plan.reasons import HEAD_LEFT_OUT, no_retrieval
 from triforce_core.plan.simulation.alternatives import (
     faster_by_copies,
     faster_by_head,
@@ -30,10 +31,13 @@ def print_plan(
     chosen: Candidate,
     compared: Prediction | None,
     command: str,
+    *,
+    leaves_head_out: bool = False,
 ) -> None:
     """Print the tables of a plan to standard output.
 
     command: the command that runs the plan
+    leaves_head_out: whether the model has an MTP head that does not draft
     """
     console = Printer()
     hardware = case.hardware
@@ -49,8 +53,10 @@ def print_plan(
     console.table(("what", "where", "size"), _places(prediction, hardware.gpus))
     console.print(f"Bottleneck: {prediction.bottleneck}.")
     line = chosen.plan.line(len(case.config.layers), chosen.memory.kv.blocks)
-    if case.pieces and chosen.plan.placement.streamed_layers and not chosen.plan.budget:
-        line += "; no retrieval level, since weights stream and copies of them do not pay"
+    if not chosen.plan.budget and chosen.plan.method.drafts and "method" not in case.fixed:
+        line += f"; {no_retrieval(case.method, chosen.memory, fits=True)}"
+    if leaves_head_out:
+        line += f"; {HEAD_LEFT_OUT}"
     console.print(f"Plan: {line}.")
     for text in on_lines("Run it: ", command, console.width):
         # A path that is longer than a line stays whole, so that the command can be copied.

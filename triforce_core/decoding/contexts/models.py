@@ -11,7 +11,7 @@ from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.model.heads.joins import Join
 from triforce_core.model.transformer import Model
 from triforce_core.plan.fitting import saves_reads
-from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, MethodSettings
+from triforce_core.settings import DENSE, NO_DRAFTER, MethodSettings
 from triforce_offload.graphs import Recorder
 from triforce_offload.kv.recent.shapes import RecentShape
 from triforce_offload.kv.shape import KVShape
@@ -67,6 +67,7 @@ class Models:
     resources: closes everything
     weights: how the target's weights are kept, see `EngineConfig.weights`
     same_bits: whether the target gives a row the same bits in every forward
+    leaves_head_out: see Resolved
     records_passes: whether passes are recorded, by all ranks; none of them streams anything
     numbers: numbers for contexts
     """
@@ -83,6 +84,7 @@ class Models:
     resources: ExitStack = field(default_factory=ExitStack)
     weights: str = DENSE
     same_bits: bool = False
+    leaves_head_out: bool = False
     records_passes: bool = False
     numbers: Iterator[int] = field(default_factory=count)
 
@@ -129,19 +131,6 @@ class Models:
             return True
         needs = self.runtime.plan.requirements
         return self.small is not None or saves_reads(needs, tokens, self.budget)
-
-    @property
-    def why_no_retrieval(self) -> str:
-        """Reason, for the user, why `triforce` runs without a retrieval level."""
-        if not self.runtime.streams:
-            return "nothing streams, and it would read the same weights as a pass"
-        if not self.runtime.plan.placement.streamed_layers:
-            return "there is no room for it"
-        if self.method.draft_weights == EXACT:
-            return "weights stream"
-        if self.method.draft_weights == SPLIT:
-            return "the high bits of some layers stream"
-        return "weights stream and no copies of them are on the device"
 
     def close(self) -> None:
         """Release everything that loading took."""
