@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any
 
@@ -232,7 +232,8 @@ class Request:
             self.reason = "length"
         elif self._interrupted.is_set():
             self.reason = "interrupted"
-        return pieces
+        passes = (self._context.sequence.counters - self._before).passes
+        return [replace(piece, tokens=len(self._tokens), passes=passes) for piece in pieces]
 
     def refresh(self) -> None:
         """Choose the chunks for the next pass if that is not done yet. Raises LinkError."""

@@ -60,11 +60,14 @@ class Piece:
         rejected one; "bonus" for the target's token after a wholly accepted draft; "plain" for
         tokens without a draft
     logprobs: log-probabilities of the tokens that complete the text, if requested
+    tokens, passes: numbers of new tokens and of passes up to the pass that made it
     """
 
     text: str
     origin: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    tokens: int = 0
+    passes: int = 0
 
 
 class Stream:

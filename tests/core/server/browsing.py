@@ -20,6 +20,8 @@ TIMINGS = {
     "prompt_tokens": 20,
     "reused_tokens": 10,
     "context_tokens": 50,
+    "device_memory_bytes": 3 << 30,
+    "device_budget_bytes": 22 << 30,
 }
 
 
@@ -47,8 +49,12 @@ def streams(*texts: str, reasoning: str = "", origin: str = "plain") -> Callable
     """Return a function that answers with a stream of these pieces."""
     deltas = [{"reasoning_content": reasoning}] if reasoning else []
     chunks: list[dict[str, Any]] = [
-        {"choices": [{"delta": delta}], "origin": origin}
-        for delta in [*deltas, *({"content": text} for text in texts)]
+        {
+            "choices": [{"delta": delta}],
+            "origin": origin,
+            "so_far": {"tokens": 6 * i + 1, "passes": i},
+        }
+        for i, delta in enumerate([*deltas, *({"content": text} for text in texts)])
     ]
     chunks.append({"choices": [{"delta": {}, "finish_reason": "stop"}], "timings": TIMINGS})
     events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]

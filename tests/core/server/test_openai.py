@@ -246,6 +246,15 @@ def test_offsets_of_logprobs_are_positions_in_the_text(server) -> None:
     assert streamed[-1] > 0
 
 
+def test_chunks_say_how_many_tokens_and_passes_there_are(server) -> None:
+    create, base = server.client.completions.create, {"model": "tiny", "temperature": 0}
+    *chunks, last = create(prompt="a b a b a b", max_tokens=30, stream=True, **base)
+    tokens, passes = ([each.so_far[name] for each in chunks] for name in ("tokens", "passes"))
+    assert (tokens, passes) == (sorted(tokens), sorted(passes))
+    assert (passes[0], tokens[-1]) == (0, 30)
+    assert passes[-1] * last.timings["tokens_per_pass"] == pytest.approx(29)
+
+
 def test_a_stream_goes_on_while_another_prompt_is_prefilled(speaking, monkeypatch) -> None:
     """A prompt of 400 tokens is prefilled in 25 parts, with a token of the other text after each,
     and the waiting client learns how far it is.

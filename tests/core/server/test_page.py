@@ -22,7 +22,7 @@ pytest_plugins = ["page_fixtures"]
 @pytest.mark.slow
 def test_a_reload_restores_and_the_list_renames_and_deletes(profile: Any, page: Any) -> None:
     send(page, "First question\nwith a second line")
-    assert "23.4 tokens/s" in page.inner_text(".figures")
+    page.wait_for_selector(".figures:has-text('23.4 tokens/s'):has-text('memory 3.0 of 22.0 GiB')")
     page.reload()
     page.wait_for_selector("article.assistant")
     assert texts(page, "user") == ["First question\nwith a second line"]
@@ -335,7 +335,7 @@ def test_a_conversation_with_a_served_model(profile: Any, served: Running) -> No
     for number, text in enumerate(("Hello", "Next")):
         page.keyboard.type(text)
         page.keyboard.press("Enter")
-        page.wait_for_selector(f"article.assistant >> nth={number} >> .markdown span")
+        page.wait_for_selector(f"article.assistant >> nth={number} >> text=/tokens per pass/")
         page.keyboard.press("Escape")
         page.wait_for_selector("#stop", state="hidden")
         assert page.inner_text(f"article.assistant >> nth={number} >> .note") == "Stopped"

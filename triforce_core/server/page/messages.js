@@ -10,6 +10,7 @@ const FIGURES = {
   pass: "Tokens that one pass of the model yields on average",
   drafts: "Share of the draft tokens that the model accepts",
   link: "Share of the decoding time in which the link to the device carries data",
+  memory: "Device memory that was taken at most, of that which may be taken",
   context: "Tokens of the conversation, and the most that the context holds",
   first: "Time from sending to the first token",
   reused: "Prompt tokens whose KV was kept from an earlier request",
@@ -123,12 +124,20 @@ class AnswerView {
       ["pass", isNumber(t.tokens_per_pass) && `${t.tokens_per_pass.toFixed(1)} tokens per pass`],
       ["drafts", isNumber(t.acceptance) && `${percent(t.acceptance)} of draft tokens accepted`],
       ["link", t.link_share > 0 && `link busy ${percent(t.link_share)}`],
+      ["memory", memoryText(t.device_memory_bytes, t.device_budget_bytes)],
       ["context", `context ${counted(t.context_tokens)}${total} tokens`],
       ["first", isNumber(firstSeconds) && `${firstSeconds.toFixed(1)} s to the first token`],
       ["reused", `${counted(t.reused_tokens)} of ${counted(t.prompt_tokens)} prompt tokens reused`],
     ];
     return figures.filter(([, text]) => text);
   }
+}
+
+/** budget: null if there is no limit */
+function memoryText(bytes, budget) {
+  if (!isNumber(bytes)) return "";
+  const gib = (number) => (number / 2 ** 30).toFixed(1);
+  return isNumber(budget) ? `memory ${gib(bytes)} of ${gib(budget)} GiB` : `memory ${gib(bytes)} GiB`;
 }
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);

@@ -3,9 +3,6 @@
 
 // Re-rendering takes at most a quarter of the time.
 const REST_FOR_EACH_RENDERING = 3;
-// Pieces with accepted tokens hold several; their number is estimated until the answer's figures come.
-let charactersPerToken = 4;
-
 /** Return the messages of a request: texts with their files, without answers that failed. */
 function requestMessages(messages) {
   const sent = settings.system ? [{role: "system", content: settings.system}] : [];
@@ -36,7 +33,7 @@ class Run {
     this.controller = new AbortController();
     this.asked = performance.now();
     this.status = "waiting for the server";
-    this.tokens = this.firstTokens = 0;
+    this.tokens = this.firstTokens = this.passes = 0;
     this.first = this.reasoned = null;
     this.frame = 0;
     this.nextFrame = 0;
@@ -83,7 +80,7 @@ class Run {
     const {message} = this, choice = chunk.choices && chunk.choices[0];
     const delta = (choice && choice.delta) || {};
     const text = delta.content || "", reasoning = delta.reasoning_content || "";
-    if (text || reasoning) this.count(text.length + reasoning.length, chunk.origin);
+    if (text || reasoning) this.count(chunk.so_far);
     if (reasoning) {
       this.reasoned ??= performance.now();
       message.reasoning += reasoning;
@@ -94,18 +91,12 @@ class Run {
       addOrigin(message.origins, text.length, chunk.origin || "plain");
     }
     if (choice && choice.finish_reason) message.finish = choice.finish_reason;
-    if (chunk.timings) this.end(chunk.timings);
+    if (chunk.timings) message.timings = chunk.timings;
   }
 
-  end(timings) {
-    const {message} = this;
-    message.timings = timings;
-    const tokens = timings.context_tokens - timings.prompt_tokens;
-    if (tokens > 0) charactersPerToken = Math.max(1, (message.text.length + message.reasoning.length) / tokens);
-  }
-
-  count(characters, origin) {
-    this.tokens += origin === "accepted" ? Math.max(1, Math.round(characters / charactersPerToken)) : 1;
+  /** Note how many tokens and passes there are so far. */
+  count({tokens, passes} = {tokens: this.tokens + 1, passes: 0}) {
+    [this.tokens, this.passes] = [tokens, passes];
     if (this.first !== null) return;
     this.first = performance.now();
     this.firstTokens = this.tokens;
@@ -121,8 +112,10 @@ class Run {
   get strip() {
     if (this.first === null) return this.status;
     const seconds = (performance.now() - this.first) / 1000;
-    const rate = seconds > 0.5 ? `, about ${((this.tokens - this.firstTokens) / seconds).toFixed(1)} tokens/s` : "";
-    return `about ${counted(this.tokens)} tokens${rate}`;
+    const rate = seconds > 0.5 ? `, ${((this.tokens - this.firstTokens) / seconds).toFixed(1)} tokens/s` : "";
+    // The first token comes from the prompt.
+    const each = this.passes ? `, ${((this.tokens - 1) / this.passes).toFixed(1)} tokens per pass` : "";
+    return `${counted(this.tokens)} tokens${rate}${each}`;
   }
 
   /** Show the message in the next frame, and later if showing it takes long. */

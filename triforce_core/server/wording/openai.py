@@ -88,6 +88,11 @@ class _Completions(ABC):
         return event(self._head | {"object": self.streamed, "choices": [choice], **more})
 
 
+def _about(piece: Piece) -> dict[str, Any]:
+    """Return what chunks tell of a piece besides its text, in fields that are not OpenAI's."""
+    return {"origin": piece.origin, "so_far": {"tokens": piece.tokens, "passes": piece.passes}}
+
+
 class ChatCompletions(_Completions):
     """Messages. Reasoning and calls of tools are apart from the answer (`reasoning_content`, as in
     vLLM and llama.cpp, and `tool_calls`).
@@ -119,7 +124,7 @@ class ChatCompletions(_Completions):
         """Wording.piece, with the piece's origin."""
         delta = self._delta(index, self._splits[index].take(piece.text))
         logprobs = self._message_logprobs(piece.logprobs) if piece.logprobs else None
-        return self._chunk(index, {"delta": delta}, logprobs=logprobs, origin=piece.origin)
+        return self._chunk(index, {"delta": delta}, logprobs=logprobs, **_about(piece))
 
     def last(self, index: int, completion: Completion) -> str:
         """Wording.last, with the statistics of its run."""
@@ -194,7 +199,7 @@ class TextCompletions(_Completions):
         begins = self._lengths[index]
         self._lengths[index] += len(piece.text)
         logprobs = self._text_logprobs(piece.logprobs, begins) if piece.logprobs else None
-        return self._chunk(index, {"text": piece.text}, logprobs=logprobs, origin=piece.origin)
+        return self._chunk(index, {"text": piece.text}, logprobs=logprobs, **_about(piece))
 
     def last(self, index: int, completion: Completion) -> str:
         """Wording.last, with the statistics of its run."""

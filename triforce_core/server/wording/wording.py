@@ -109,6 +109,8 @@ def timings(completion: Completion) -> dict[str, Any]:
         "prompt_tokens": stats["prompt_tokens"],
         "reused_tokens": stats["reused_tokens"],
         "context_tokens": stats["prompt_tokens"] + len(completion.token_ids),
+        "device_memory_bytes": stats["memory"]["device_peak_bytes"],
+        "device_budget_bytes": stats["memory"]["device_budget_bytes"],
     }
 
 
