@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from triforce_core.server.answers import ClientGoneError
 from triforce_core.server.asking import Asking
@@ -60,6 +61,10 @@ def make_app(
 
     app = FastAPI(title="triforce-offload", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, settings=settings)
+    if settings.origins:
+        # Outside of the guard: what a browser asks first has no key, and refusals are read too.
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **allowed)
     _add_errors(app, settings, metrics, log)
     _add_health(app, worker, settings, metrics)
     asking = Asking(worker, settings)

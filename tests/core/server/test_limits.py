@@ -21,6 +21,7 @@ from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.server import asking, connections
 from triforce_core.server.settings import ServerSettings
 from triforce_core.server.worker import Job, Prompt, Worker
+from triforce_offload.errors import UsageError
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 MOST = CONTEXT * asking.MOST_CHARACTERS_OF_A_TOKEN
@@ -221,3 +222,33 @@ def test_requests_of_clients_that_have_gone_are_not_kept() -> None:
         worker.cancel(jobs)
     assert not worker._jobs
     assert worker.waiting == 0
+
+
+def test_pages_of_allowed_origins_alone_may_read_answers(speaking) -> None:
+    """A browser asks first, without a key, and reads refusals too."""
+    allowed = "http://localhost:3000"
+    settings = ServerSettings(
+        name="tiny", api_key="secret", allow_origins=f"{allowed}, https://b.example"
+    )
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    with serving(speaking, settings) as running:
+        for origin in (allowed, "https://b.example", "http://evil.example"):
+            given = {"Origin": origin}
+            status, first, _ = running.ask("OPTIONS", "/v1/chat/completions", headers=asked | given)
+            refused, second, _ = running.ask("GET", "/v1/models", headers=given)
+            key = {"Authorization": "Bearer secret"}
+            answered, third, _ = running.ask("GET", "/v1/models", headers=given | key)
+            assert (refused, answered) == (401, 200)
+            assert (status == 200) == (origin != "http://evil.example")
+            for headers in (first, second, third):
+                named = headers.get("access-control-allow-origin")
+                assert named == (origin if origin != "http://evil.example" else None)
+
+
+@pytest.mark.parametrize("wrong", ["*", "localhost:3000", "http://a/b", "http://a,*"])
+def test_what_is_no_origin_is_refused(wrong: str) -> None:
+    with pytest.raises(UsageError, match="an origin is a scheme, a host"):
+        ServerSettings(allow_origins=wrong)

@@ -63,6 +63,12 @@ def add_serve_arguments(parser: Parser) -> None:
         "whether the model reasons before it answers; auto: the chat template decides",
         choices=(AS_TEMPLATE, ON, OFF),
     )
+    add(
+        "allow_origins",
+        "origins whose pages may use the server through a browser, such as http://localhost:3000",
+        expert=True,
+        metavar="ORIGIN[,ORIGIN]",
+    )
     add("max_body", "largest request, such as 32MiB", expert=True, metavar="SIZE")
     group.add_argument(
         "--log-requests",
