@@ -93,6 +93,16 @@ class Round(NamedTuple):
     def accepted(self) -> int:
         return len(self.tokens) - 1
 
+    @property
+    def from_siblings(self) -> int:
+        """Number of accepted tokens that were no first children of a tree: a chain of the first
+        children would have ended at the first of them.
+        """
+        if self.branches is None:
+            return 0
+        children = (self.branches.children[row][0] for row in self.path[:-1])
+        return sum(row != first for row, first in zip(self.path[1:], children, strict=True))
+
 
 class Proposed(NamedTuple):
     """A draft on its way to its verifier.
@@ -208,12 +218,14 @@ class Tally:
     """Counters of a level's drafts.
 
     trees: number of rounds whose draft was a tree
+    from_siblings: number of accepted tokens that were no first children
     examined: number of draft tokens up to the first rejection, included
     accepted_lengths: number of rounds by the number of draft tokens they accepted
     """
 
     rounds: int = 0
     trees: int = 0
+    from_siblings: int = 0
     drafted: int = 0
     accepted: int = 0
     examined: int = 0
@@ -227,6 +239,7 @@ class Tally:
         self.accepted += outcome.accepted
         self.examined += outcome.accepted + (not outcome.whole)
         self.trees += outcome.branches is not None
+        self.from_siblings += outcome.from_siblings
         self.draft_seconds += outcome.draft_seconds
         self.verify_seconds += outcome.verify_seconds
         if outcome.drafted:

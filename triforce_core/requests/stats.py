@@ -240,6 +240,7 @@ def drafting_stats(
             "examined": outer.examined,
             "inner_examined": inner.examined,
             "trees": outer.trees,
+            "from_siblings": outer.from_siblings,
         },
         "retrieval": {
             "budget_tokens": cache.budget,

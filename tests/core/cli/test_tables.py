@@ -74,7 +74,8 @@ RUN: dict[str, Any] = {
     "retrieval": {"budget_tokens": 4096},
     "acceptance": {"target": 0.974, "retrieval": 0.5},
     "draft_tokens": {
-        **{"mean": 17.3, "inner_mean": 2.5, "examined": 900, "inner_examined": 4, "trees": 7}
+        **{"mean": 17.3, "inner_mean": 2.5, "examined": 900, "inner_examined": 4, "trees": 7},
+        "from_siblings": 21,
     },
     "seed": 1234567890123456789,
     "experts": {"slots": 24, "found": 812, "missing": 188, "bytes_to_device": 1 << 30},
@@ -117,7 +118,9 @@ def planned(capsys, monkeypatch) -> Callable[..., Callable[[int], str]]:
             function = getattr(report, name)
             monkeypatch.setattr(
                 f"triforce_core.cli.plan.command.{name}",
-                lambda *given, function=function: prints.append(partial(function, *given)),
+                lambda *given, function=function, **named: prints.append(
+                    partial(function, *given, **named)
+                ),
             )
         code, _, err = run(capsys, "plan", *arguments)
         assert code == 0, err

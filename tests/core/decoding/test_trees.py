@@ -185,6 +185,10 @@ def test_a_tree_gives_more_tokens_a_pass_than_a_chain(models, draft: str) -> Non
         passes[shape] = stats["passes"]
         assert (stats["draft_tokens"]["trees"] > 0) == (shape == 20)
         assert stats["draft_tokens"]["mean"] <= 20
+        siblings, accepted = stats["draft_tokens"]["from_siblings"], 90 - stats["passes"] - 1
+        assert 0 <= siblings <= accepted
+        if draft == "model":
+            assert (siblings > 0) == (shape == 20)
     if draft == "model":
         assert passes[20] < 0.8 * passes["off"]
 

@@ -191,5 +191,6 @@ def _levels(stats: dict[str, Any]) -> str:
         if accepted := accepted_drafts(stats, level):
             text += f"; {level} accepts {accepted}, in drafts of {mean:.1f}"
     if drafted["trees"]:
-        text += f"; {_count(drafted['trees'], 'draft')} branched"
+        siblings = _count(drafted["from_siblings"], "token")
+        text += f"; {_count(drafted['trees'], 'draft')} branched, {siblings} of younger branches"
     return text
