@@ -123,14 +123,14 @@ def beside_others(
 
 
 def texts_by_every_draft(
-    load: Callable[..., Engine], temperature: float
+    load: Callable[..., Engine], temperature: float, accept: str = "coupled"
 ) -> dict[str, list[list[int]]]:
     """Three texts without drafts ("plain") and by each way of drafting. load: takes options"""
     prompts = [random_ids(90, seed=seed) for seed in range(3)]
     params = [SamplingParams(60, temperature=temperature, seed=seed) for seed in range(3)]
     found = {}
     for name, options in {"plain": {"method": "autoregressive"}, **RUNS}.items():
-        with load(**{"accept": "coupled", "draft_tokens": 6, **options}) as running:
+        with load(**{"accept": accept, "draft_tokens": 6, **options}) as running:
             done = running.generate_all(prompts, params)
         found[name] = [list(completion.token_ids) for completion in done]
     return found

@@ -8,6 +8,7 @@ import gguf
 import pytest
 from gguf_files import write_gguf
 from helpers import BLOCK, make_model, random_ids
+from oracle import assert_own_texts
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import DoesNotFitError, LinkError
@@ -71,6 +72,36 @@ def test_the_text_is_the_same_with_host_memory_for_less_than_the_weights(
         assert crossed[0] == crossed[1]
     assert seen == sorted(seen)
     assert 0 < seen[0] < seen[-1]
+
+
+# With experts in all layers but two, with states, and with windows.
+OTHERS = {
+    "qwen3_moe": {"mlp_only_layers": [1, 4]},
+    "qwen3_5": {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
+    "gemma3": {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2},
+}
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "speculative"])
+@pytest.mark.parametrize("family", OTHERS)
+def test_layers_of_other_kinds_come_from_disk_and_the_text_is_the_models(
+    tmp_path, family: str, method: str
+) -> None:
+    twin = make_model(family, tmp_path, num_hidden_layers=LAYERS, **OTHERS[family])
+    # Twice the same, so that n-grams draft, and rows are rejected.
+    prompt, options = random_ids(30) * 2, {"method": method}
+    with engine(tmp_path, **options) as whole:
+        results = [whole.generate(prompt, GREEDY)]
+        plan, layer = whole.memory_plan, max(whole.memory_plan.requirements.layer_bytes)
+    seen = [results[0].stats["placement"]["file_layers"]]
+    for less in (layer, 3 * layer):
+        with engine(tmp_path, **options, host_memory=plan.host_bytes - less) as part:
+            results += [part.generate(prompt, GREEDY), part.generate(prompt, GREEDY, reuse=False)]
+        seen.append(results[-1].stats["placement"]["file_layers"])
+        crossed = [each.stats["link"]["bytes_to_device"] for each in results[:1] + results[-1:]]
+        assert crossed[0] == crossed[1]
+    assert 0 == seen[0] < seen[1] < seen[2]
+    assert_own_texts(twin, [prompt], [GREEDY], *([each] for each in results))
 
 
 def test_drafts_come_from_the_device_while_layers_come_from_disk(model) -> None:

@@ -150,6 +150,19 @@ def test_the_expert_that_was_used_longest_ago_makes_room(pool: ExpertPool) -> No
     assert_whole(pool)
 
 
+def test_an_expert_that_made_room_and_is_still_found_is_noticed(
+    pool: ExpertPool, monkeypatch
+) -> None:
+    """A planted fault: `assert_whole` fails after it. See test_faults_of_experts.py for texts."""
+    for expert in (0, 1, 2, 5):
+        pool.used(chosen(expert))
+    assert_whole(pool)
+    monkeypatch.setattr(pool.recent, "empty", lambda slot: None)
+    pool.used(chosen(7))
+    with pytest.raises(AssertionError):
+        assert_whole(pool)
+
+
 def test_no_more_experts_cross_than_a_pass_has_time_for(pool: ExpertPool) -> None:
     pool.used(torch.tensor([[3, 4], [6, 7], [7, 6]]))
     assert set(pool.recent.expert_in) == {6, 7, -1}, "those of most rows come first"

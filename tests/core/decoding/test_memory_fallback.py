@@ -22,6 +22,7 @@ from recorder import ReplayRecorder
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_core.model.transformer import Model
+from triforce_kernels.host.library import library
 from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError
 from triforce_offload.kv.store import KVStore
 
@@ -47,21 +48,30 @@ def generate(
     return tokens, [it for it in told if "ran out of memory" in str(it.message)]
 
 
+# Where rows have the same bits, so have passes of other drafts, and those without drafts.
+IN_HALF = pytest.param(
+    "bfloat16",
+    marks=pytest.mark.skipif(library() is None, reason="needs the compiled kernels"),
+)
+
+
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
-def test_a_pass_that_finds_no_memory_is_made_again(tiny, drafter: str, params) -> None:
+@pytest.mark.parametrize("dtype", ["float32", IN_HALF])
+def test_a_pass_that_finds_no_memory_is_made_again(tiny, dtype: str, drafter: str, params) -> None:
     """At any operation of a request: text that is read, drafts, passes, chunks that are chosen."""
     path = tiny("llama")[0]
     draft = tiny("llama-mqa")[0] if drafter == "model" else drafter
-    faults = Faults()
-    with engine(path, draft=draft) as ours:
+    faults, options = Faults(), {"draft": draft, "dtype": dtype}
+    with engine(path, **options) as ours:
+        assert ours.models.same_bits or dtype == "float32"
         expected, told = generate(ours, params, faults)
         count = faults.counts["temporary"]
         assert told == []
     assert count > 1000
     for at in random.Random(len(drafter)).sample(range(1, count), 5):
-        with engine(path, draft=draft) as ours:
+        with engine(path, **options) as ours:
             # Memory is lent from the first pass on, and chunks are of a text that is there.
             ours.generate(PROMPT, SamplingParams(2, temperature=0))
             faults.arm("temporary", at)
@@ -102,10 +112,12 @@ def _fails_once(monkeypatch, owner: type, name: str, at: int, *, after: bool) ->
         ("triforce", RetrievalCache, "refresh", 2, True),
     ],
 )
+@pytest.mark.parametrize("dtype", ["float32", IN_HALF])
 def test_what_was_kept_of_a_pass_that_failed_is_taken_back(
-    tiny, monkeypatch, method: str, owner: type, name: str, at: int, after: bool
+    tiny, monkeypatch, dtype: str, method: str, owner: type, name: str, at: int, after: bool
 ) -> None:
-    options = {"method": method} | ({} if method == "triforce" else {"budget": None})
+    options = {"method": method, "dtype": dtype}
+    options |= {} if method == "triforce" else {"budget": None}
     with engine(tiny("llama")[0], **options) as ours:
         expected = ours.generate(PROMPT, SAMPLED).token_ids
     with engine(tiny("llama")[0], **options) as ours:
@@ -176,6 +188,26 @@ def test_pools_of_experts_are_given_up(tiny, monkeypatch) -> None:
         result = ours.generate(PROMPT, GREEDY, reuse=False)
         assert result.token_ids == expected
         assert result.stats["experts"] is None
+
+
+@pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seed_says_the_text_in_bfloat16_without_a_retrieval_level_too(tiny, seed: int) -> None:
+    """It is dropped in the middle of a text; plain decoding from the start gives the same one."""
+    path, dtype = tiny("llama")[0], {"dtype": "bfloat16"}
+    # So long, and of laws so flat, that other bits would tell.
+    params = SamplingParams(50, temperature=2.0, top_p=1.0, seed=seed)
+    with engine(path, method="autoregressive", budget=None, **dtype) as plain:
+        expected = plain.generate(PROMPT, params).token_ids
+    with engine(path, **dtype, placement=replace(PLACEMENTS["kv"], kv_slots=2)) as ours:
+        assert ours.models.same_bits
+        ours.generate(PROMPT, SamplingParams(2, temperature=0))
+        faults = _Shortage(lambda: not ours.models.budget)
+        faults.arm("temporary", 2_000)
+        tokens, told = generate(ours, params, faults)
+        assert len(told) == 1
+        assert ours.models.levels == ["target"]
+    assert tokens == expected
 
 
 @pytest.mark.slow
