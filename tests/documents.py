@@ -19,6 +19,13 @@ DOCUMENTS = (
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_CODE = re.compile(r"`([^`\n]+)`")
+# A file of ours, of any suffix in a folder; a folder or module; and a name that a module defines.
+_FILES = re.compile(
+    r"(?:[\w-]+/)*\w+\.(?:py|sh|md|c|h|js|css|html)|(?:[a-z_]+/)+[a-z_0-9]+\.(?:json|toml|txt|yml)"
+    r"|(?:[a-z_][a-z_0-9]*/)+(?:[a-z_][a-z_0-9]*(?:\.[A-Za-z]\w+)?)?"
+)
+_SCRIPT = re.compile(r"scripts/(bench|checks|rivals) ([a-z]\w*)")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 
 
@@ -44,6 +51,17 @@ def anchors(text: str) -> set[str]:
 
 def options(text: str) -> set[str]:
     return set(_OPTION.findall(text))
+
+
+def files(text: str) -> set[str]:
+    """Files, folders and modules that are named in backticks."""
+    words = {word for code in _CODE.findall(without_code(text)) for word in code.split()}
+    return {word for word in words if _FILES.fullmatch(word)}
+
+
+def scripts(text: str) -> set[str]:
+    """Files of the scripts that are run by the name of their folder and their own."""
+    return {f"scripts/{folder}/{name}" for folder, name in _SCRIPT.findall(text)}
 
 
 def commands(text: str) -> Iterator[str]:

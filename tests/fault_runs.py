@@ -38,9 +38,23 @@ CASES: dict[str, dict[str, Any]] = {
             *((0,), True, 2, 1, 3, 2), copied_layers=(0,), processor_layers=(0,), processor_kv=0.6
         ),
     },
+    "recurrent layers, all streams": {
+        **{"method": "speculative", "draft": "ngram", "draft_tokens": 3},
+        "placement": PLACEMENTS["both"],
+    },
+    "recurrent layers, a retrieval level": {**_DRAFTS, "placement": PLACEMENTS["kv"]},
+    "a tree of the retrieval level": {
+        **{"draft": "none", "tree": 6, "budget": 16},
+        "placement": PLACEMENTS["kv-in-part"],
+    },
     "KV split": {**_SPLIT, "placement": PLACEMENTS["kv-in-part"]},
     "two ranks": {"method": "autoregressive", "placement": PLACEMENTS["kv"], "gpus": 2},
 }
+
+
+def family(case: str) -> str:
+    """The family of a case's model."""
+    return "qwen3_5" if case.startswith("recurrent") else "llama"
 
 
 class Runs:

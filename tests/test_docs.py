@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from documents import DOCS, DOCUMENTS, ROOT, anchors, commands, links, options
+from documents import DOCS, DOCUMENTS, ROOT, anchors, commands, files, links, options, scripts
 
 from triforce_core.cli.main import _parser
 
@@ -29,11 +29,19 @@ OTHERS = {
     "pip": {"--force-reinstall"},
     "wsl": {"--shutdown"},
 }
+# The form of a hub id, and what building makes.
+NOT_OURS = {"owner/name", "dist/"}
 SCRIPTS = "".join(
     path.read_text("utf-8")
     for path in sorted((ROOT / "scripts").rglob("*"))
     if path.suffix in {".py", ".sh"}
 )
+FILES = {
+    f"/{path.relative_to(ROOT).as_posix()}": path
+    for room in ROOT.glob("[!.]*")
+    for path in (room, *room.rglob("*"))
+    if "__pycache__" not in path.parts
+}
 NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
 
 
@@ -58,6 +66,27 @@ def test_links_and_anchors_resolve(document: Path) -> None:
         assert target.is_relative_to(ROOT), link
         if anchor:
             assert anchor in anchors(target.read_text("utf-8")), link
+
+
+def test_what_is_named_exists(document: Path) -> None:
+    """Files and folders by the end of their path, modules also with a name that they define."""
+    if document.name == "CHANGELOG.md":
+        return
+    text = document.read_text("utf-8")
+    for name in (files(text) | scripts(text)) - NOT_OURS:
+        path = re.sub("^triforce_(?=kernels/|offload/)", "", name).rstrip("/")
+        module, _, defined = path.rpartition(".")
+        assert (
+            found(path)
+            or found(f"{path}.py")
+            or any(defined in each for each in found(f"{module}.py"))
+        ), f"{name} does not exist"
+
+
+def found(path: str) -> list[str]:
+    """The texts of files whose path ends so; a folder has none."""
+    there = [each for name, each in FILES.items() if name.endswith(f"/{path}")]
+    return [each.read_text("utf-8", "replace") if each.is_file() else "" for each in there]
 
 
 def test_every_option_is_one(document: Path) -> None:

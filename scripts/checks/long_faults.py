@@ -35,18 +35,20 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     use_tests()
     torch.set_num_threads(1)
     from fault_points import KINDS
-    from fault_runs import CASES, Runs
+    from fault_runs import CASES, Runs, family
     from helpers import make_model
 
     yield {"cases": {}, "faults": []}
     most = dict.fromkeys(KINDS, args.each) | {"collective": args.collectives}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
-        make_model("llama", Path(folder, "model"))
         for number, case in enumerate(CASES):
+            model = Path(folder, family(case))
+            if not model.exists():
+                make_model(family(case), model)
             written = Path(folder, str(number))
             written.mkdir()
-            runs = Runs(Path(folder, "model"), case, written)
+            runs = Runs(model, case, written)
             every = args.whole and not number
             row, faults = try_all(runs, runs.counts if every else most)
             yield {"cases": {case: row}, "faults": [f"{case}: {fault}" for fault in faults]}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fault_points import KINDS
-from fault_runs import CASES, Runs
+from fault_runs import CASES, Runs, family
 
 # What may come of a fault of each kind: the run goes on without what it was for, or this error.
 ERRORS = {
@@ -39,7 +39,7 @@ def runs(tiny, tmp_path, monkeypatch):
         folder = tmp_path / "written"
         folder.mkdir()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        path: Path = tiny("llama")[0]
+        path: Path = tiny(family(case))[0]
         return Runs(path, case, folder)
 
     return make

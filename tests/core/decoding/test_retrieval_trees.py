@@ -18,7 +18,6 @@ from test_planted_faults import ChainDrafter
 
 from triforce_core import SamplingParams
 from triforce_core.decoding.acceptance import Coupled, Draft, Optimal, Rule
-from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.draft_length import Fixed
@@ -277,67 +276,6 @@ def test_greedy_texts_are_those_of_transformers(tiny, family: str, run: str) -> 
         assert_equal_but_for_ties(
             model, prompt, result.token_ids, expected[0, len(prompt) :].tolist()
         )
-
-
-def test_rows_of_the_level_see_their_own_path_alone(tiny) -> None:
-    """Logits after each row of a tree that three forwards run are those of its path alone."""
-    path, _ = tiny("gemma3")
-    parents, tokens = [-1, 0, 0, 1, 2, 2, 3, 4, -1, 8], random_ids(10, 8)
-    with engine(path, draft="none", budget=400, tree=20) as ours:
-        context = Context(ours.models)
-        prompt = random_ids(60, 2)
-        scored = context.prefill(prompt, 40, lambda layer: None).scored
-        found: dict[int, torch.Tensor] = {}
-        context.refresh(scored)
-        kept: list[int] = []
-        for rows in ([0, 1, 2], [3, 4, 5, 8], [6, 9, 7]):
-            fed = torch.tensor([tokens[row] for row in rows])
-            known = {row: place for place, row in enumerate([-1, *kept, *rows], start=-1)}
-            own = tuple(known[parents[row]] for row in rows)
-            logits = context.levels.draft(fed, own)
-            found |= {row: logits[place].clone() for place, row in enumerate(rows)}
-            # A row that nothing follows is not kept.
-            keeps = [place for place, row in enumerate(rows) if row in parents]
-            context.levels.keep_drafted(keeps)
-            kept += [rows[place] for place in keeps]
-        for row in found:
-            line = [row]
-            while parents[line[0]] >= 0:
-                line.insert(0, parents[line[0]])
-            context.refresh(scored)
-            alone = context.levels.draft(torch.tensor([tokens[at] for at in line]))[-1]
-            torch.testing.assert_close(found[row], alone, rtol=1e-4, atol=1e-4)
-        context.close()
-
-
-def test_rejected_rows_of_a_tree_do_not_count_for_the_scores(tiny) -> None:
-    """Only the first rows of a pass, up to the first that was rejected, choose the next chunks."""
-    path, _ = tiny("llama")
-    scored: list[tuple[int, list[int]]] = []
-    real = Context.refresh
-
-    def refresh(self: Context, rows: int) -> None:
-        scored.append((rows, kept.pop() if kept else []))
-        real(self, rows)
-
-    kept: list[list[int]] = []
-    keep = Context.keep
-
-    def noted(self: Context, rows: Sequence[int]) -> None:
-        kept.append(list(rows))
-        keep(self, rows)
-
-    with (
-        patch.object(Context, "refresh", refresh),
-        patch.object(Context, "keep", noted),
-        engine(path, draft="none", budget=16, tree=20) as ours,
-    ):
-        for seed in range(4):
-            kept.clear()
-            ours.generate(random_ids(60, seed), SamplingParams(24, temperature=1.0, seed=seed))
-    after = [(rows, path) for rows, path in scored if path]
-    assert all(path[:rows] == list(range(rows)) for rows, path in after)
-    assert any(rows < len(path) for rows, path in after), "a sibling was accepted"
 
 
 @pytest.mark.parametrize("accept", ["optimal", "coupled"])
