@@ -227,6 +227,10 @@ def _streams(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool
         return True
 
 
+# Fewest tokens of a KV block with which a row has the same bits in every forward.
+SAME_BITS_TOKENS = 64
+
+
 def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
     """Return the sizes with whether rows have the same bits in every forward.
 
@@ -253,6 +257,11 @@ def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
         return sizes
     if asked == OFF or (asked == AUTO and not device.host_kernels):
         return sizes
+    if asked == ON and (sizes.block_tokens or SAME_BITS_TOKENS) < SAME_BITS_TOKENS:
+        raise UsageError(
+            f"--same-bits on needs KV blocks of {SAME_BITS_TOKENS} tokens or more, and block_tokens "
+            f"is {sizes.block_tokens}"
+        )
     if not (device.host_kernels or device.kernels):
         raise UsageError(
             "--same-bits on needs the compiled kernels of a CPU or Triton on a GPU (`triforce env` "

@@ -258,7 +258,7 @@ _OLD_SPLIT = "planes"
 _SPLIT_WEIGHTS = {SPLIT: "weights", SPLIT_EXPERTS: "experts"}
 # Fields that a plan may lack, because earlier versions did not write them.
 _OPTIONAL = {
-    "gpus", "made_for", "predicted", "chunk_size", "accept", "draft_weights",
+    "gpus", "made_for", "predicted", "chunk_size", "accept", "tree", "draft_weights",
     "copy_bits", "draft_kv",
     "weights", "kv", "reclaimed_kv_blocks", "copied_layers",
     "file_layers", "split_layers", "processor_layers", "processor_kv", "expert_layers",

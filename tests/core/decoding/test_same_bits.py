@@ -197,6 +197,12 @@ def test_planted_faults_are_noticed(models, monkeypatch, fault: str) -> None:
     dispatch._load.cache_clear()
 
 
+@pytest.mark.parametrize("tokens", [16, 32])
+def test_small_blocks_are_refused(models, tokens: int) -> None:
+    with pytest.raises(UsageError, match="needs KV blocks of 64 tokens or more"):
+        engine(models("llama"), "float32", same_bits="on", block_tokens=tokens)
+
+
 def test_it_is_refused_where_it_cannot_hold(models, monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "_forced", REFERENCE)
     with pytest.raises(

@@ -110,7 +110,7 @@ def test_fields_that_a_version_did_not_write_have_their_defaults(tmp_path: Path)
     came_later = {
         *("gpus", "made_for", "predicted", "chunk_size", "accept", "draft_weights", "draft_kv"),
         *("weights", "kv", "lent_kv_blocks", "substituted_layers", "file_layers", "halved_layers"),
-        "retrieval",
+        *("retrieval", "tree"),
     }
     fields = {name: value for name, value in OLD.items() if name not in came_later}
     plan = Plan.read(written(tmp_path, fields))
