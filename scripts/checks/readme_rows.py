@@ -25,7 +25,7 @@ from frame import ROOT, Figures, result_path
 
 README = ROOT / "README.md"
 _K8, _K32, _K128 = (("--context", str(tokens)) for tokens in (8192, 32768, 131072))
-_GEMMA, _QWEN = "gemma4-31b:Q4_K_M", "qwen3.8-27b:Q4_K_M"
+_QWEN = "qwen3.8-27b:Q4_K_M"
 _LLAMA, _DFLASH = "llama3.1-70b:Q4_K_M", ("--draft", "dflash:Q4_K_M")
 _LONG = ("llama2-7b-128k", *_K128, *PLAIN)
 _HOST = figure("memory.host_bytes", GIB)
@@ -35,14 +35,8 @@ Planned = tuple[tuple[str, ...], Read]
 # Figures of a row's result, in order, by how the row begins; all plans are for an RTX 4090.
 SIMULATED: dict[str, tuple[Planned, ...]] = {
     "Llama-2-7B at 128K": ((_LONG, SECONDS), (_LONG, COMPARED)),
-    "Llama-3.1-8B in bfloat16": ((("llama3.1-8b", *_K128), SECONDS),),
-    "Gemma 4 31B": tuple(
-        ((_GEMMA, *context, *draft), SECONDS)
-        for draft in ((), ("--draft", "assistant"))
-        for context in (_K32, _K128)
-    ),
     "Qwen3.8-27B in bfloat16": tuple(
-        (("qwen3.8-27b", *_K32, *cards), SECONDS) for cards in ((), TWO)
+        (("qwen3.8-27b", *_K32, *more), SECONDS) for more in ((), CPU, TWO)
     ),
     "Llama-3.1-70B": tuple(
         ((_LLAMA, *_K8, *CPU, *draft), SECONDS) for draft in ((), ("--draft", "eagle3"))
@@ -59,7 +53,6 @@ SIMULATED: dict[str, tuple[Planned, ...]] = {
     "Qwen3.5-35B-A3B": tuple(
         (("qwen3.5-35b-a3b", *_K32, *more), SECONDS) for more in (CPU, ())
     ),
-    "GLM-4.7-Flash": ((("glm-4.7-flash:Q4_K_M", *_K128), SECONDS),),
 }  # fmt: skip
 # Figures that stand where the row says what is planned.
 SAID: dict[str, tuple[str, tuple[str, ...], Read]] = {
