@@ -97,12 +97,7 @@ class Speculative:
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
         """Decoder.take."""
         context, made = self._context, self._proposed
-        tokens, branches = made.fed[1:], made.draft.branches
-        if branches is None:
-            after = Prefixes.of_chain(tokens, len(logits))
-        else:
-            after = Prefixes.of_tree(tokens, branches.parents)
-        own = distributions(logits, self._params, context.text, after)
+        own = distributions(logits, self._params, context.text, self._prefixes(made))
         try:
             outcome = verify_draft(made, own, self._rule, context.text, context.keep, seconds)
         except CheckpointError:
@@ -121,6 +116,15 @@ class Speculative:
         # Of a tree's rows, the first that were all kept count for the scores of chunks.
         scored = next((place for place, row in enumerate(path) if place != row), len(path))
         return Step(outcome.tokens, outcome.drafted, outcome.whole, rows, scored)
+
+    def _prefixes(self, made: Proposed) -> Prefixes | None:
+        """Return what each row of a pass follows, if distributions depend on it."""
+        if not self._params.changes_logits:
+            return None
+        tokens, branches = made.fed[1:], made.draft.branches
+        if branches is None:
+            return Prefixes.of_chain(tokens, len(made.fed))
+        return Prefixes.of_tree(tokens, branches.parents)
 
     def _trace(self, began: float, outcome: Round) -> None:
         """Record a round in the trace."""
