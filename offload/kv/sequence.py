@@ -156,7 +156,9 @@ class SequenceKV:
         if streams:
             self._copies.begin_prefill(kv)
         conveyor = self._copies.conveyor
-        cache = PrefillCache(kv, conveyor, rows, gathered, self._scores, self.recent, part)
+        # Only the last tokens of a prompt score its chunks.
+        scores = None if part.after else self._scores
+        cache = PrefillCache(kv, conveyor, rows, gathered, scores, self.recent, part)
         del gathered
         try:
             yield cache

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
-from oracle import assert_equal_but_for_ties, greedy
+from oracle import assert_equal_but_for_ties, assert_own_texts, greedy
 
 from triforce_core import Completion, Engine
 from triforce_core.decoding.contexts import context as contexts
@@ -119,6 +120,88 @@ def test_texts_are_what_they_are_alone(tiny, family: str, method: str, placement
     for prompt, into, own in zip(prompts, received, alone, strict=True):
         (text,) = results(into)
         assert_equal_but_for_ties(twin, prompt, text, own)
+
+
+def test_a_prompt_whose_rotation_depends_on_its_length_is_prefilled_at_once(tiny) -> None:
+    path, twin = tiny("dynamic-rope")
+    with engine(path, "autoregressive", max_context=250) as ours:
+        received: list = []
+        ours.add_request(LONG, greedy(20), received.append)
+        ours.add_request(SHORT, greedy(20), received.append)
+        serve(ours)
+    params = [greedy(20)] * 2
+    ended = [item for item in received if isinstance(item, Completion)]
+    by_prompt = sorted(ended, key=lambda each: -each.stats["prompt_tokens"])
+    assert_own_texts(twin, [LONG, SHORT], params, by_prompt)
+
+
+def test_an_interrupted_prompt_ends_before_its_turn(tiny) -> None:
+    path, _ = tiny("llama")
+    with engine(path) as ours:
+        first, second = [], []
+        ours.add_request(LONG, greedy(9), first.append)
+        waiting = ours.add_request(LONG[::-1], greedy(9), second.append)
+        ours.step(in_parts=True)
+        waiting.interrupt()
+        ours.step(in_parts=True)
+        (cut,) = second
+        assert (cut.finish_reason, cut.token_ids) == ("interrupted", [])
+        assert waiting.ended
+        assert not first
+        serve(ours)
+        assert len(results(first)) == 1
+
+
+def test_requests_of_other_threads_wait_for_the_end_of_a_part(tiny, monkeypatch) -> None:
+    path, _ = tiny("llama")
+    known, order = Request.prefill, []
+    with engine(path) as ours:
+
+        def add() -> None:
+            ours.add_request(SHORT, greedy(2), lambda _: None)
+            order.append("added")
+
+        def prefill(self: Request, *args: object) -> None:
+            if not order:
+                order.append("begins")
+                other.start()
+                other.join(0.2)
+                known(self, *args)
+                order.append("ends")
+            else:
+                known(self, *args)
+
+        other = Thread(target=add)
+        monkeypatch.setattr(Request, "prefill", prefill)
+        ours.add_request(LONG, greedy(2), lambda _: None)
+        ours.step(in_parts=True)
+        other.join(30)
+        serve(ours)
+    assert order == ["begins", "ends", "added"]
+
+
+def test_the_device_is_waited_for_before_a_part_is_timed(tiny, monkeypatch) -> None:
+    """Or the pass after it would be charged for the part."""
+    path, _ = tiny("llama")
+    order: list[str] = []
+    with engine(path) as ours:
+        link, took = ours.link, PrefillParts.took
+        wait = link.wait_on_host
+
+        def waited(event: object) -> None:
+            order.append("waits")
+            wait(event)
+
+        def noted(self: PrefillParts, *about: object) -> None:
+            order.append("took")
+            took(self, *about)
+
+        monkeypatch.setattr(link, "wait_on_host", waited)
+        monkeypatch.setattr(PrefillParts, "took", noted)
+        ours.add_request(LONG, greedy(2), lambda _: None)
+        ours.step(in_parts=True)
+        assert order[-2:] == ["waits", "took"]
+        serve(ours)
 
 
 def test_a_running_request_goes_on_between_the_parts(tiny) -> None:

@@ -64,7 +64,7 @@ class Loaded:
         models, plan = self.models, self.models.runtime.plan
         line = self.plan.line(len(plan.layers), plan.kv.blocks)
         if models.method.method == "triforce" and not models.budget:
-            line += f"; {no_retrieval(models.method, plan, fits=False)}"
+            line += f"; {no_retrieval(models.method, plan)}"
         if models.leaves_head_out:
             line += f"; {HEAD_LEFT_OUT}"
         sequences = plan.requirements.sequences

@@ -259,8 +259,8 @@ def _with_same_bits(config: EngineConfig, sizes: ModelSizes) -> ModelSizes:
         return sizes
     if asked == ON and (sizes.block_tokens or SAME_BITS_TOKENS) < SAME_BITS_TOKENS:
         raise UsageError(
-            f"--same-bits on needs KV blocks of {SAME_BITS_TOKENS} tokens or more, and block_tokens "
-            f"is {sizes.block_tokens}"
+            f"--same-bits on needs KV blocks of {SAME_BITS_TOKENS} tokens or more, and "
+            f"block_tokens is {sizes.block_tokens}"
         )
     if not (device.host_kernels or device.kernels):
         raise UsageError(

@@ -61,7 +61,7 @@ class Member:
         self.interrupted.set()
 
 
-@one_thread_at_a_time("add", "prefill", "decode", "drop")
+@one_thread_at_a_time("add", "prefill", "_prefill_part", "decode", "drop")
 class Batch:
     """A batch of requests that run together, in the calling thread.
 
@@ -191,6 +191,7 @@ class Batch:
         """Prefill the next part of a prompt: in turn of the one that waits longest and of that of
         which least is left, so that a short one need not wait for a long one.
         """
+        self._end_interrupted()
         if not self._new:
             return
         lengths = [member.request.left() for member in self._new]
@@ -198,12 +199,22 @@ class Batch:
         self._in_order = not self._in_order
         member, link = self._new.pop(place), self._runtime.link
         with self._current_for([member]):
-            rows = self._parts.rows(lengths[place])
-            began, before = time.perf_counter(), link.counters()
+            rows, before = self._parts.rows(lengths[place]), link.counters()
+            began = time.perf_counter()
             if not self._prefill(member, rows):
                 self._new.insert(place, member)
+            # Otherwise the next pass would be charged for what the device still computes.
+            link.wait_on_host(link.record())
             self._parts.took(rows, time.perf_counter() - began, link.counters() - before)
         self._raise()
+
+    def _end_interrupted(self) -> None:
+        """End the new requests that were interrupted: their turn may be far."""
+        for member in [each for each in self._new if each.interrupted.is_set()]:
+            self._new.remove(member)
+            with self._current_for([member]):
+                member.request.interrupt_prefill()
+                self._settle([member], [])
 
     def _prefill(self, member: Member, rows: int | None = None) -> bool:
         """Prefill a prompt, or its next `rows` tokens. Return whether its prefill has ended."""

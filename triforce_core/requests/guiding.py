@@ -61,24 +61,25 @@ class Guide:
 
         Raises GrammarLimitError.
         """
-        # The matcher after each path, None after a forbidden token. A copy takes a microsecond.
-        after: dict[tuple[int, ...], object] = {(): self._after(self._matcher, proposed)}
+        # Copies take longer the longer the text is: one copy walks from path to path.
+        matcher = self._matcher.deep_copy()
+        if not all(self._step(matcher, token) for token in proposed):
+            return torch.stack([self._all()] * len(paths))
+        walked: list[int] = []
         masks = []
-        for path in map(tuple, paths):
-            known = next(end for end in range(len(path), -1, -1) if path[:end] in after)
-            for end in range(known, len(path)):
-                step = [tokens[path[end]]]
-                after[path[: end + 1]] = self._after(after[path[:end]], step)
-            matcher = after[path]
-            masks.append(self._all() if matcher is None else self._mask(matcher))
+        for path in paths:
+            pairs = zip(walked, path, strict=False)
+            same = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(walked), len(path))
+            )
+            matcher.rollback(len(walked) - same)
+            del walked[same:]
+            for place in path[same:]:
+                if not self._step(matcher, tokens[place]):
+                    break
+                walked.append(place)
+            masks.append(self._mask(matcher) if len(walked) == len(path) else self._all())
         return torch.stack(masks)
-
-    def _after(self, matcher: object, tokens: list[int]) -> object:
-        """Return a copy of a matcher after some tokens, None if one of them is forbidden."""
-        if matcher is None:
-            return None
-        matcher = matcher.deep_copy()
-        return matcher if all(self._step(matcher, token) for token in tokens) else None
 
     def ended_by(self, tokens: list[int]) -> int | None:
         """Return the number of tokens up to the one that ends the grammar, or None.

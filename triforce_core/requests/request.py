@@ -158,11 +158,14 @@ class Request:
 
         progress: called after each layer with the layers done and the number of layers; of a part,
             with the number that corresponds to the share of the prompt
-        rows: number of tokens to prefill now, if not all; call this again until `is_prefilled`
+        rows: number of tokens to prefill now, if not all; call this again until `is_prefilled`. A
+            prompt whose rotation depends on its length is prefilled at once
         Raises DoesNotFitError, LinkError, or Interrupted: call `interrupt_prefill` then.
         """
         context, tokens = self._context, self._valid.tokens
         layers = len(context.model.config.layers)
+        if not context.model.rope.reads_alike(len(tokens)):
+            rows = None
         if self._prefilled is None:
             self._reused = self._shared()
         begin = self._reused if self._prefilled is None else self._prefilled
@@ -232,6 +235,10 @@ class Request:
             self.reason = "length"
         elif self._interrupted.is_set():
             self.reason = "interrupted"
+        return self._counted(pieces)
+
+    def _counted(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return pieces with the numbers of tokens and passes so far."""
         passes = (self._context.sequence.counters - self._before).passes
         return [replace(piece, tokens=len(self._tokens), passes=passes) for piece in pieces]
 
@@ -259,7 +266,7 @@ class Request:
         ranks = self._rank_stats()
         last: list[Piece | Completion] = []
         if piece := text.finish():
-            last.append(Piece(piece, "plain", tuple(pending)))
+            last += self._counted([Piece(piece, "plain", tuple(pending))])
         elif text.stop is not None and pending:
             # Drop the log-probabilities of the stop text, which is not part of the output.
             del self._logprobs[-len(pending) :]
@@ -273,7 +280,8 @@ class Request:
         self._clock.fail()
         rest = self._text.finish()
         last = self._completion({"error": str(error)})
-        return [Piece(rest, "plain", tuple(self._pending)), last] if rest else [last]
+        pieces = [Piece(rest, "plain", tuple(self._pending))] if rest else []
+        return [*self._counted(pieces), last]
 
     @torch.inference_mode()
     def _logprobs_of(self, tokens: list[int]) -> list[TokenLogprob]:

@@ -64,6 +64,7 @@ def make_app(
     if settings.origins:
         # Outside of the guard: what a browser asks first has no key, and refusals are read too.
         allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        allowed["expose_headers"] = ["Retry-After"]
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, **allowed)
     _add_errors(app, settings, metrics, log)
     _add_health(app, worker, settings, metrics)

@@ -10,7 +10,7 @@ from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_offload.errors import UsageError
 from triforce_offload.units import parse_bytes
 
-_ORIGIN = re.compile(r"https?://[^/\s*]+")
+_ORIGIN = re.compile(r"https?://[^/\s*@?#]+")
 # Names of models leave it out, and clients may write it.
 SUFFIX = ".gguf"
 
@@ -65,7 +65,7 @@ class ServerSettings:
     @property
     def origins(self) -> list[str]:
         """The allowed origins."""
-        return [origin.strip() for origin in self.allow_origins.split(",") if origin.strip()]
+        return [each.strip().lower() for each in self.allow_origins.split(",") if each.strip()]
 
 
 def _is_this_machine(host: str) -> bool:

@@ -195,6 +195,7 @@ def test_a_head_is_suggested_where_nothing_drafts_well(capsys) -> None:
         (("llama3.1-8b", "--method", "autoregressive"), None),
         (("llama2-7b-128k", "--context", "131072"), None),
         (("qwen3.5-35b-a3b", "--context", "32768"), "its MTP head does not draft, since"),
+        (("qwen3.5-35b-a3b", "--method", "autoregressive"), None),
         (("qwen3.8-27b:Q4_K_M", "--draft", "ngram"), "no retrieval level, since nothing streams"),
     ],
 )

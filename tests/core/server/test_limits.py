@@ -248,7 +248,9 @@ def test_pages_of_allowed_origins_alone_may_read_answers(speaking) -> None:
                 assert named == (origin if origin != "http://evil.example" else None)
 
 
-@pytest.mark.parametrize("wrong", ["*", "localhost:3000", "http://a/b", "http://a,*"])
+@pytest.mark.parametrize(
+    "wrong", ["*", "localhost:3000", "http://a/b", "http://a,*", "http://a@b", "http://a?b"]
+)
 def test_what_is_no_origin_is_refused(wrong: str) -> None:
     with pytest.raises(UsageError, match="an origin is a scheme, a host"):
         ServerSettings(allow_origins=wrong)

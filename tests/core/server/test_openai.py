@@ -252,6 +252,9 @@ def test_chunks_say_how_many_tokens_and_passes_there_are(server) -> None:
     tokens, passes = ([each.so_far[name] for each in chunks] for name in ("tokens", "passes"))
     assert (tokens, passes) == (sorted(tokens), sorted(passes))
     assert (passes[0], tokens[-1]) == (0, 30)
+    # Text that is held back for a stop comes at the end.
+    held = create(prompt="a b a b", max_tokens=5, stop=["never to be seen"], stream=True, **base)
+    assert [each.so_far["tokens"] for each in held if each.choices[0].text][-1] == 5
     assert passes[-1] * last.timings["tokens_per_pass"] == pytest.approx(29)
 
 

@@ -100,7 +100,8 @@ def plan(args: argparse.Namespace) -> int:
         print(json.dumps(whole, indent=2))
     else:
         command = run_command(chosen, args)
-        left_out = "draft" in case.auto and chosen.case.draft != MTP
+        drafts = chosen.plan.method.drafts
+        left_out = drafts and "draft" in case.auto and chosen.case.draft != MTP
         shown = chosen.case, args.model, prediction, chosen, compared, command
         print_plan(*shown, leaves_head_out=left_out)
     return 0

@@ -54,7 +54,7 @@ def print_plan(
     console.print(f"Bottleneck: {prediction.bottleneck}.")
     line = chosen.plan.line(len(case.config.layers), chosen.memory.kv.blocks)
     if not chosen.plan.budget and chosen.plan.method.drafts and "method" not in case.fixed:
-        line += f"; {no_retrieval(case.method, chosen.memory, fits=True)}"
+        line += f"; {no_retrieval(case.method, chosen.memory)}"
     if leaves_head_out:
         line += f"; {HEAD_LEFT_OUT}"
     console.print(f"Plan: {line}.")

@@ -95,8 +95,10 @@ class ModelProposer:
         logits, rows = drafter.forward(batch), [0]
         for depth in range(deepest):
             below = len(tree)
-            after = Prefixes(put(tree.tokens, drafter.device), [tree.path(row) for row in rows])
-            logits = conditioned(logits, self._params, text, after)
+            if self._params.changes_logits:
+                paths = [tree.path(row) for row in rows]
+                after = Prefixes(put(tree.tokens, drafter.device), paths)
+                logits = conditioned(logits, self._params, text, after)
             self._grow(tree, rows, logits, growth, nodes, len(text.tokens) + depth, drawn_from)
             rows = [
                 row for row in range(below + 1, len(tree) + 1) if growth.may_bear(tree.values[row])

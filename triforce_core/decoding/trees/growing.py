@@ -114,6 +114,9 @@ def younger(
     worth = growth.level_least if least_value is None else least_value
     least = reached
     for rank, (token, own) in enumerate(likely, start=1):
+        if own <= 0:
+            # A grammar forbids it.
+            break
         share = own / rest if rest > own else 1.0
         chance = growth.chance(rank, share)
         # Values must not increase, so that no later child comes before an earlier one.

@@ -80,7 +80,7 @@ class Run {
     const {message} = this, choice = chunk.choices && chunk.choices[0];
     const delta = (choice && choice.delta) || {};
     const text = delta.content || "", reasoning = delta.reasoning_content || "";
-    if (text || reasoning) this.count(chunk.so_far);
+    if (text || reasoning) this.count(chunk.so_far || {tokens: this.tokens, passes: this.passes});
     if (reasoning) {
       this.reasoned ??= performance.now();
       message.reasoning += reasoning;
@@ -95,7 +95,7 @@ class Run {
   }
 
   /** Note how many tokens and passes there are so far. */
-  count({tokens, passes} = {tokens: this.tokens + 1, passes: 0}) {
+  count({tokens, passes}) {
     [this.tokens, this.passes] = [tokens, passes];
     if (this.first !== null) return;
     this.first = performance.now();
