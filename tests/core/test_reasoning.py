@@ -19,6 +19,7 @@ from triforce_core.requests.answer.reasoning import (
     variables,
 )
 from triforce_core.requests.answer.split import split_of
+from triforce_core.requests.stream import Piece
 from triforce_core.server.messages.schema import Message
 from triforce_core.server.settings import ServerSettings
 from triforce_core.server.wording.openai import ChatCompletions, TextCompletions
@@ -143,7 +144,7 @@ def test_a_chat_says_its_reasoning_apart_if_the_template_knows_it(reasons: bool)
     streamed = ChatCompletions("tiny", str, new_split)
     parts = {"reasoning_content": "", "content": ""}
     for letter in text:
-        piece = SimpleNamespace(text=letter, origin="bonus", logprobs=None)
+        piece = Piece(letter, "bonus")
         (choice,) = json.loads(streamed.piece(0, piece).removeprefix("data: "))["choices"]
         for name, part in choice["delta"].items():
             parts[name] += part
