@@ -53,10 +53,10 @@ def test_what_an_engine_does_not_outlive_ends_the_server(
         where = "_steps" if status == 500 else "step"
         original, calls = getattr(Batch, where), itertools.count()
 
-        def fail(*arguments: object) -> None:
+        def fail(*arguments: object, **options: object) -> None:
             if once and next(calls):
                 # What still runs could go on, and is cut.
-                return original(*arguments)
+                return original(*arguments, **options)
             raise planted
 
         monkeypatch.setattr(Batch, where, fail)
