@@ -23,7 +23,6 @@ from triforce_core.cli.terminal.output import JSON_LOGGING, WARNING, announce, l
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import UsageError
-from triforce_offload.memory.arenas import share_arenas
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -42,7 +41,6 @@ def serve(args: argparse.Namespace) -> int:
     """
     if (code := followed(quiet=args.quiet)) is not None:
         return code
-    share_arenas()
     try:
         from uvicorn.config import LOGGING_CONFIG
 
