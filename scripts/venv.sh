@@ -24,7 +24,9 @@ run_pip() {
     while kill -0 "$pip" 2>/dev/null; do
         sleep 1
         seconds=$((seconds + 1))
-        doing="$(grep -oE '(Collecting|Downloading|Building|Installing) [^ ]+.*' "$log" | tail -n 1)"
+        # At first pip has said none of these.
+        doing="$(grep -oE '(Collecting|Downloading|Building|Installing) [^ ]+.*' "$log" | tail -n 1)" ||
+            doing=""
         doing="${seconds} s: ${doing:-starting pip}"
         if [ -t 2 ]; then
             printf '\r\033[K%s' "${doing:0:76}" >&2

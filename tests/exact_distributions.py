@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import torch
-from helpers import random_ids
+from helpers import make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
@@ -16,6 +17,26 @@ from triforce_core.decoding.distributions import distributions
 VOCAB = 8
 TOKENS = 3
 PROMPT = random_ids(40, 1, VOCAB)
+
+
+# Distributions that depend on all of the context, and neither flat nor one-hot.
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+}
+
+
+def target_and_drafter(folder: Path) -> tuple[Path, Path, torch.nn.Module]:
+    """Write a tiny model and its draft model below a folder: their directories, and the model."""
+    target, drafter = folder / "target", folder / "drafter"
+    model = make_model("llama", target, **SIZES)
+    make_model("llama-mha", drafter, **SIZES | {"num_key_value_heads": 2})
+    return target, drafter, model
 
 
 # Every token is possible: rounding never decides whether one is.

@@ -98,7 +98,7 @@ def levels(tokens: int) -> Figures:
 
 def engine(samples: int) -> Figures:
     import test_output_law as tests
-    from helpers import make_model
+    from exact_distributions import target_and_drafter
 
     p_values_of = {}
     with (
@@ -107,13 +107,11 @@ def engine(samples: int) -> Figures:
             os.cpu_count(), get_context("spawn"), torch.set_num_threads, (1,)
         ) as pool,
     ):
-        target, drafter = Path(root, "target"), Path(root, "drafter")
-        model = make_model("llama", target, **tests.SIZES)
-        make_model("llama-mha", drafter, **tests.SIZES | {"num_key_value_heads": 2})
+        models = target_and_drafter(Path(root))
         for temperature in (0.6, 1.0):
             for top_p in (1.0, 0.9):
                 _, p_values_of[f"T={temperature} top_p={top_p}"] = tests.measure(
-                    target, drafter, model, temperature, top_p, samples, pool.map
+                    *models, temperature, top_p, samples, pool.map
                 )
     return {
         "samples_each": samples,
@@ -130,6 +128,10 @@ main = Benchmark(
     (
         Option("--draws", 200_000, "draws of each configuration of L1"),
         Option("--tokens", 120_000, "tokens of L2"),
-        Option("--samples", 200_000, "samples of each way of L3"),
+        Option(
+            "--samples",
+            200_000,
+            "samples of L3, of all ways together, at each temperature and top-p",
+        ),
     ),
 )

@@ -23,6 +23,8 @@ PLAIN = ("--compare", "autoregressive")
 CPU = ("--host-bandwidth", "60GB/s", "--host-flops", "1.5e12")
 _NUMBER = re.compile(r"(?<![\w.])(?:\d[\d,]*)?\.?\d+(?![\w.]*\w)")
 _WORDS = {"nothing": "0", "none": "0"}
+# What a cell says where there is no plan.
+_NO_PLAN = ("refused", "one GPU only")
 
 # What a cell prints of a plan: its numbers, in order.
 Read = Callable[[Figures], Sequence[float]]
@@ -183,6 +185,7 @@ USUAL = {
 COMPARING = (*CARD, "--dtype", "float16", *PLAIN)
 _PAPER = ("--context", "130304", "--link-bandwidth", "25.4GB/s", "--acceptance", ".95")
 I9 = ("--host-bandwidth", "72GB/s", "--host-flops", "1.5e12")
+LESS, MORE = ("--host-memory", "60GiB"), ("--host-memory", "124GiB")
 RYZEN = ("--host-bandwidth", "77GB/s", "--host-flops", "1.7e12")
 
 
@@ -264,6 +267,17 @@ TABLES = (
         },
         (*CARD, *TWO),
     ),
+    Planned(
+        "What the CPU adds",
+        2,
+        {
+            "one GPU, 60 GiB": Column(SECONDS, LESS),
+            "one, 124 GiB": Column(SECONDS, MORE),
+            "two GPUs, 60 GiB": Column(SECONDS, (*LESS, *TWO)),
+            "two, 124 GiB": Column(SECONDS, (*MORE, *TWO)),
+        },
+        (*CARD, *CPU, "--context", "32768"),
+    ),
 )  # fmt: skip
 
 
@@ -291,6 +305,8 @@ def planner_cells() -> Iterator[Cell]:
             words = _words(row, words)
             for name in filter(table.columns.__contains__, row):
                 column = table.columns[name]
+                if row[name] in _NO_PLAN:
+                    continue
                 mix = [each for each in column.more if each.startswith(":")]
                 yield Cell(
                     f"{PLANNER.name}, {table.section}, {', '.join(_case(row))}: {name}",

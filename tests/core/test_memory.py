@@ -26,15 +26,6 @@ from triforce_offload.errors import DoesNotFitError
 from triforce_offload.kv.sizes import rounding_bytes
 
 
-@pytest.fixture
-def two_threads():
-    """What the CPU's attention allocates grows with their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def choose_the_same_experts(path: Path) -> None:
     """Let all tokens choose the same experts, which takes the most memory."""
     held = load_file(path)

@@ -195,7 +195,7 @@ def test_pools_of_experts_are_given_up(tiny, monkeypatch) -> None:
 def test_a_seed_says_the_text_in_bfloat16_without_a_retrieval_level_too(tiny, seed: int) -> None:
     """It is dropped in the middle of a text; plain decoding from the start gives the same one."""
     path, dtype = tiny("llama")[0], {"dtype": "bfloat16"}
-    # So long, and of laws so flat, that other bits would tell.
+    # So long, and with distributions so flat, that other bits would show.
     params = SamplingParams(50, temperature=2.0, top_p=1.0, seed=seed)
     with engine(path, method="autoregressive", budget=None, **dtype) as plain:
         expected = plain.generate(PROMPT, params).token_ids

@@ -11,8 +11,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from exact_distributions import PROMPT, TOKENS, VOCAB, distribution_of_engine, drawing, outcomes
-from helpers import BLOCK, PLACEMENTS, make_model
+from exact_distributions import (
+    PROMPT,
+    TOKENS,
+    VOCAB,
+    distribution_of_engine,
+    drawing,
+    outcomes,
+    target_and_drafter,
+)
+from helpers import BLOCK, PLACEMENTS
 from law_tests import LEAST_P, p_value
 from thread_ranks import ThreadLeader
 
@@ -24,16 +32,6 @@ from triforce_offload.plan.placement import Placement
 
 # For all ways together, as many for each. More, and at more temperatures: scripts/checks long_laws.
 SAMPLES = 8_000
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    # Laws that depend on all of the context, and neither flat nor one-hot.
-    "initializer_range": 0.2,
-}
 # How samples are made: every drafter, both rules, whatever the retrieval model
 # computes with, random bytes included, all with the same exact law; on two ranks; several at once;
 # and once with nothing kept from one request to the next.
@@ -178,10 +176,7 @@ def exact_law(model: torch.nn.Module, temperature: float, top_p: float) -> torch
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, torch.nn.Module]:
-    directories = [tmp_path_factory.mktemp(name) for name in ("target", "drafter")]
-    model = make_model("llama", directories[0], **SIZES)
-    make_model("llama-mha", directories[1], **SIZES | {"num_key_value_heads": 2})
-    return *directories, model
+    return target_and_drafter(tmp_path_factory.mktemp("models"))
 
 
 def measure(

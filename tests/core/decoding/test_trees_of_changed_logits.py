@@ -8,10 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from exact_distributions import PROMPT, TOKENS, VOCAB, outcomes
-from helpers import BLOCK, PLACEMENTS, make_model
+from exact_distributions import PROMPT, TOKENS, VOCAB, outcomes, target_and_drafter
+from helpers import BLOCK, PLACEMENTS
 from law_tests import LEAST_P, p_value
-from test_output_law import SIZES
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.text import Text
@@ -69,10 +68,7 @@ def sampled(target: Path, drafter: Path, way: str, samples: int) -> Counter:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, torch.nn.Module]:
-    directories = [tmp_path_factory.mktemp(name) for name in ("target", "drafter")]
-    model = make_model("llama", directories[0], **SIZES)
-    make_model("llama-mha", directories[1], **SIZES | {"num_key_value_heads": 2})
-    return *directories, model
+    return target_and_drafter(tmp_path_factory.mktemp("models"))
 
 
 def p_of(counts: Counter, expected: torch.Tensor) -> float:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from allocations import allocated_peak
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 
@@ -82,14 +81,6 @@ def test_planned_bytes_of_experts_are_those_that_are_taken(tmp_path, family: str
     arenas = chosen.host_bytes - chosen.memory.requirements.marks_bytes
     block = chosen.memory.kv.shape.block_bytes
     assert arenas == pytest.approx(taken["host_bytes"], rel=0.05, abs=block)
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.one_in(2)

@@ -120,9 +120,9 @@ def test_the_script_tells_of_a_figure_that_differs(
     wrong = replace(cell, text=".0001", place="a wrong one")
     monkeypatch.setattr(figures, "cells", lambda: (cell, wrong))
     assert figures.main([]) == 1
-    told = capsys.readouterr().err
-    assert told.count("FAULT") == 1
-    assert "a wrong one: '.0001', and the plan has [" in told
+    said = capsys.readouterr().err
+    assert said.count("FAULT") == 1
+    assert "a wrong one: '.0001', and the plan has [" in said
     assert figures.main(["--only", "DFlash"]) == 0
 
 

@@ -106,8 +106,8 @@ class Prefill(ContextCall):
     kept: int
     new_tokens: int
     idle: bool
-    before: int = 0
-    after: int = 0
+    before: int
+    after: int
 
 
 @dataclass(frozen=True)
